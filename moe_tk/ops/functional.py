@@ -28,7 +28,7 @@ from moe_tk.runtime.calls import (
     signature_of,
 )
 from moe_tk.runtime.launch import Activation, resolve_activation
-from moe_tk.schedule import local_experts, max_slots
+from moe_tk.schedule import local_experts
 
 __all__ = ["ROW_BLOCK", "ag_gemm", "dispatch_gemm", "gemm_combine", "gemm_rs", "mega_moe", "resolve_activation", "routed_rows"]
 
@@ -75,7 +75,7 @@ def ag_gemm(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None
     _equal_tokens("ag_gemm", counts, "pad x to the largest")
     rows, w = checked
     columns = w.shape[0]
-    out = torch.zeros(max_slots(group.world, tokens, 1, 1, 1, 1), columns, dtype=rows.dtype)
+    out = torch.empty(group.world * tokens, columns, dtype=rows.dtype)
     session = data_session(group, lambda most: _dense_geometry(group, max_tokens=most, hidden=rows.shape[1], columns=columns,
                                                                dtype=rows.dtype, gathers=True), tokens)
     options = CallOptions(op="ag_gemm", plan=_plan(group, tokens), timeout_s=timeout_s)
@@ -121,9 +121,10 @@ def gemm_rs(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None
 
 
 def routed_rows(*, world: int, rank: int, tokens_per_rank: int, top_k: int, num_experts: int, mode: str, row_block: int) -> int:
-    """Rows of the slot-ordered buffers of dispatch_gemm and gemm_combine: enough for any routing."""
+    """Rows of the slot-ordered buffers of dispatch_gemm and gemm_combine, enough for any routing: all pairs may be here, and
+    each local expert may leave one row block part empty. Also right for symbolic sizes (fake kernels)."""
     _, local = local_experts(num_experts, world, rank, mode)
-    return max_slots(world, tokens_per_rank, top_k, local, 1, row_block)
+    return (-(-(world * tokens_per_rank * top_k) // row_block) + local) * row_block
 
 
 def _routed_session(group: RankGroup, *, hidden: int, intermediate: int, top_k: int, num_experts: int, mode: str, dtype: torch.dtype,

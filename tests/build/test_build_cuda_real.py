@@ -9,6 +9,7 @@ from moe_tk.runtime.arch import parse_arch
 from moe_tk.runtime.build import build_cuda_module, load_module
 from moe_tk.runtime.cuda_toolkit import choose_toolkit, find_toolkits, torch_cuda_version
 
+WGMMA = '__global__ void f() { asm volatile("wgmma.fence.sync.aligned;"); }\n'
 KERNEL = """
 #include <cuda_runtime.h>
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
@@ -41,10 +42,10 @@ def test_bld_14_real_nvcc_missing_header(real_toolkit, mini_root):
 
 
 def test_bld_08_real_nvcc_without_the_letter_is_hinted_at(real_toolkit, mini_root):
-    (mini_root / "kernel.cu").write_text(KERNEL + '__global__ void f() { asm volatile("wgmma.fence.sync.aligned;"); }\n')
+    (mini_root / "kernel.cu").write_text(KERNEL + WGMMA)
     build_cuda_module("mini", ["mini.cpp", "kernel.cu"], arch="90", root=mini_root)  # made 90a
     plain = KERNEL.replace("!defined(__CUDA_ARCH_FEAT_SM90_ALL)", "0")
-    (mini_root / "kernel.cu").write_text(plain + '__global__ void f() { asm volatile("wgmma.fence.sync.aligned;"); }\n')
+    (mini_root / "kernel.cu").write_text(plain + WGMMA)
     with pytest.raises(BuildError, match="needs the architecture-specific name"):
         build_cuda_module("mini", ["kernel.cu"], arch="90a", root=mini_root,
                           extra_flags=["-gencode=arch=compute_90,code=sm_90"])

@@ -43,18 +43,20 @@ def program(path: Path, text: str) -> None:
 
 def script(checkout: Path, name: str, *args: str, bin_folder: Path, **environment: str) -> subprocess.CompletedProcess:
     env = {"PATH": str(bin_folder), "HOME": os.environ.get("HOME", "/"), **environment}
-    return subprocess.run([str(checkout / "scripts" / name), *args], env=env, capture_output=True, text=True, timeout=60,
-                          stdin=subprocess.DEVNULL)
+    return subprocess.run([str(checkout / "scripts" / name), *args], env=env, capture_output=True, text=True,
+                          timeout=60, stdin=subprocess.DEVNULL)
 
 
 @pytest.mark.parametrize("name", ["demo", "test"])
 @pytest.mark.parametrize(("missing", "wanted"), [
-    ("compiler", "No C++20 compiler works (tried g++, clang++, c++).\nInstall one (Debian, Ubuntu: apt-get install g++;"),
+    ("compiler", "No C++20 compiler works (tried g++, clang++, c++).\nInstall one (Debian, Ubuntu: apt-get install "
+                 "g++; "),
     ("python", "python3 is missing. Install it"),
     ("new python", "python3 is 3.9.2, wanted >= 3.10."),
     ("venv", "python3 -m venv does not work: its modules are missing.\nInstall them (Debian, Ubuntu: apt-get install "
              "python3-venv)."),
-    ("headers", "The C headers of Python are missing (Python.h).\nInstall them (Debian, Ubuntu: apt-get install python3-dev"),
+    ("headers", "The C headers of Python are missing (Python.h).\nInstall them (Debian, Ubuntu: apt-get install "
+                "python3-dev; "),
 ])
 def test_what_is_missing_is_named_and_nothing_is_made(name, missing, wanted, checkout, bin_folder):
     fail_on = {"new python": "version_info", "venv": "ensurepip", "headers": "Python.h"}.get(missing)
@@ -105,9 +107,9 @@ def test_installs_once_then_only_when_pyproject_changes(checkout, bin_folder, lo
     assert test_script("-x") == ["python -m pytest -x"]
     with (checkout / "pyproject.toml").open("a") as file:
         file.write("# changed\n")
-    assert test_script() == [install, "python -m pytest "]
+    assert test_script() == [install, "python -m pytest"]
     other = test_script(MOE_TK_TORCH_SPEC="torch==2.13.0")
-    assert other == [install.replace("torch>=2.9", "torch==2.13.0"), "python -m pytest "]
+    assert other == [install.replace("torch>=2.9", "torch==2.13.0"), "python -m pytest"]
 
 
 def test_demo_installs_without_the_test_extra_unless_it_is_there(checkout, bin_folder, log):

@@ -14,7 +14,7 @@ from packaging_helpers import REPO, build_wheel, copy_checkout, run
 
 DATA = ("layer.safetensors", "routing.npz", "facts.json", "ORIGIN.md")
 KERNEL_FILES = {f"moe_tk/native/{path.relative_to(REPO)}" for path in (REPO / "tk_kernels").rglob("*")
-                if path.is_file() and path.suffix not in (".so", ".o", ".pyc") and "/." not in str(path.relative_to(REPO))}
+                if path.is_file() and path.suffix not in (".so", ".o", ".pyc") and not path.name.startswith(".")}
 
 
 def make_checkout(target: Path) -> Path:
