@@ -47,6 +47,8 @@ ENV_VARS = (
            "limit of the waits of a layer's first call, where ranks may still be compiling"),
     EnvVar("MOE_TK_CACHE_DIR", str, None, "a folder",
            "where built modules and verdicts are kept (default: XDG cache, then home, then temp)"),
+    EnvVar("MOE_TK_RECORD_DIR", str, None, "a folder",
+           "where the wait record of a failed call is written (default: the temporary folder)"),
     EnvVar("MOE_TK_PROTOCOL", str, None, "nvlink | pcie | staged | shm",
            "overrides the protocol that the topology verdict would choose"),
     EnvVar("MOE_TK_BUILD_JOBS", _positive_int, None, "an integer >= 1",

@@ -23,12 +23,17 @@ def readable(record: dict) -> dict:
             "kind": KINDS[record["kind"]], "missing": missing}
 
 
-def _sentence(record: dict) -> str:
+def place_of(record: dict) -> str:
+    """Where a rank waited: phase, role and the index it waited on."""
     unit = SLOT_UNITS.get(record["phase"])
     where = f", {unit} {record['slot']}" if unit and record["slot"] >= 0 else ""
+    return f"phase {record['phase']}, role {record['role']}{where}"
+
+
+def _sentence(record: dict) -> str:
     whom = _ranks(record["missing"]) if record["missing"] else "its own blocks"
-    return (f"rank {record['rank']} waited {record['seconds']:.2f} s in phase {record['phase']} (role {record['role']}{where}, "
-            f"epoch {record['expected']} wanted, {record['seen']} seen) for {whom}")
+    return (f"rank {record['rank']} waited {record['seconds']:.2f} s for {whom} ({place_of(record)}, {record['expected']} wanted, "
+            f"{record['seen']} seen)")
 
 
 def _ranks(ranks: list[int]) -> str:

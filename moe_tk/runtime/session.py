@@ -19,6 +19,7 @@ from moe_tk.memory.geometry import Geometry
 from moe_tk.memory.workspace import Workspace
 from moe_tk.runtime.faults import OPS, error_from, op_code, readable
 from moe_tk.runtime.host import host_module
+from moe_tk.runtime.records import write_records
 from moe_tk.runtime.watch import LivenessWatch
 
 RECORD_GRACE_S = 0.3  # how long to wait for the other ranks' records before the error is written
@@ -139,8 +140,12 @@ class Session:
             if len(records) + len(self.watch.dead) >= self.group.world:
                 break
             time.sleep(0.01)
-        error = error_from(records, op=op, rank=self.group.rank, dead=set(self.watch.dead), timeout_s=timeout_s)
+        dead = set(self.watch.dead)
+        error = error_from(records, op=op, rank=self.group.rank, dead=dead, timeout_s=timeout_s)
         self.poisoned = str(error)
+        path = write_records(records, op=op, rank=self.group.rank, world=self.group.world, dead=sorted(dead), message=str(error))
+        if path:
+            error.args = (f"{error} Who waited for whom: moe_tk explain-timeout {path}",)
         raise error
 
     def _abandon(self, op: str, error: BaseException) -> None:

@@ -90,6 +90,15 @@ exec g++ "$@"
     assert "line <1>" in log and "innocent" in log and "to-stdout" in log
 
 
+def test_bld_14_compilers_speak_english(mini_root, tmp_path, monkeypatch):
+    """Hints search for English words, whatever language the person has."""
+    monkeypatch.setenv("LC_ALL", "de_DE.UTF-8")
+    monkeypatch.setenv("CXX", str(write_program(tmp_path / "g++", """#!/bin/sh
+case " $* " in *" -c "*) echo "locale <$LC_ALL>" >&2; exit 1;; *) echo "g++ 12.2.0";; esac
+""")))
+    assert "locale <C>" in failure(mini_root)
+
+
 def test_a_failed_build_can_be_mended_and_tried_again(mini_root, cache):
     header = (mini_root / "value.h").read_text()
     (mini_root / "value.h").write_text("#error not yet\n")

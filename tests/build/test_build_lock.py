@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -14,7 +15,7 @@ from build_helpers import REPO, processes_with, write_program
 
 from moe_tk.errors import BuildError
 from moe_tk.runtime.build import build_host_module, load_module
-from moe_tk.runtime.cache import BuildLock
+from moe_tk.runtime.cache import BuildLock, publish
 
 WATCHDOG_S = 60
 
@@ -207,6 +208,41 @@ def test_lock_survives_that_the_cache_is_deleted(tmp_path):
     with pytest.raises(BuildError, match="waited"):
         owner.acquire(lambda: False, 0.1)
     other.release()
+
+
+def test_a_lock_on_a_deleted_file_does_not_count(tmp_path):
+    """Between opening and locking, somebody deletes the cache and another builder locks the new file."""
+    first, second = BuildLock(tmp_path, "a"), BuildLock(tmp_path, "a")
+    really_open = first._open
+
+    def open_then_lose_it():
+        fd = really_open()
+        first.path.unlink()
+        first._open = really_open
+        assert second.acquire(lambda: False, 1.0)
+        return fd
+
+    first._open = open_then_lose_it
+    with pytest.raises(BuildError, match="waited"):
+        first.acquire(lambda: False, 0.2)
+    second.release()
+
+
+def test_bld_02_published_file_is_never_seen_in_part(tmp_path):
+    size = 50_000_000
+    (tmp_path / "built").write_bytes(bytes(size))
+    final, seen = tmp_path / "final", set()
+
+    def watch():
+        while seen != {size}:
+            if final.exists():
+                seen.add(final.stat().st_size)
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    publish(tmp_path / "built", final)
+    watcher.join(timeout=WATCHDOG_S)
+    assert seen == {size} and not (tmp_path / "built").exists()
 
 
 def test_file_system_without_locks_still_builds(mini_root, cache, monkeypatch):
