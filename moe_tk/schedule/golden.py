@@ -98,7 +98,8 @@ def task_order_golden(tables: Tables, num_col_blocks: int) -> torch.Tensor:
         blocks = range(row_blocks[group], row_blocks[group + 1])
         for start in range(0, len(blocks), SUPERTILE):
             for col in range(num_col_blocks):
-                tasks += [(segment, expert, block, col) for block in blocks[start : start + SUPERTILE]]
+                rows = blocks[start : start + SUPERTILE]
+                tasks += [(segment, expert, block, col) for block in (rows if col % 2 == 0 else reversed(rows))]
     return torch.tensor(tasks, dtype=torch.int32).reshape(-1, 4)
 
 

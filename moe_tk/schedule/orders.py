@@ -25,7 +25,8 @@ def task_order(tables: Tables, num_col_blocks: int) -> Tensor:
     """[n_tasks, 4] int32 rows (segment, local expert, row block, column block), in the order of execution.
 
     n_tasks = row blocks * num_col_blocks. Segment by segment, expert by expert; inside a group, supertiles of up to
-    SUPERTILE row blocks are walked column by column, so that a weight column block is reused from L2.
+    SUPERTILE row blocks are walked column by column, so that a weight column block is reused from L2; every second
+    column upwards, so that neighbouring tasks always share their rows or their weights.
     """
     _check_columns("num_col_blocks", num_col_blocks)
     num_blocks, device = tables.num_blocks, tables.device
@@ -39,7 +40,9 @@ def task_order(tables: Tables, num_col_blocks: int) -> Tensor:
     tile_start = start + (block - start) // SUPERTILE * SUPERTILE
     height = (end - tile_start).clamp(max=SUPERTILE)
     col = torch.arange(num_col_blocks, device=device)
-    place = (tile_start * num_col_blocks + block - tile_start)[:, None] + col * height[:, None]
+    down = (block - tile_start)[:, None].expand(-1, num_col_blocks)
+    row = torch.where(col % 2 == 0, down, height[:, None] - 1 - down)
+    place = (tile_start * num_col_blocks)[:, None] + col * height[:, None] + row
     experts = max(tables.num_local_experts, 1)
     task = torch.stack(torch.broadcast_tensors((group // experts)[:, None], (group % experts)[:, None],
                                                block[:, None], col), dim=-1)

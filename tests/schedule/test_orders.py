@@ -35,12 +35,14 @@ def test_task_order(case, num_cols):
 
 
 def test_task_order_walks_supertiles_by_column():
-    """One expert with 11 row blocks: 8 blocks share each column block, then the other 3."""
+    """One expert with 11 row blocks: 8 blocks share each column block, then the other 3; every second column upwards."""
     tables = build_tables(torch.zeros(22, 1, dtype=torch.int32), token_counts=[22], world=1, rank=0, num_experts=1,
                           mode="ep", row_block=2)
     walked = [(row, col) for _, _, row, col in task_order(tables, 2).tolist()]
     assert SUPERTILE == 8
-    assert walked == [(r, c) for rows in (range(8), range(8, 11)) for c in (0, 1) for r in rows]
+    assert walked == [*((r, 0) for r in range(8)), *((r, 1) for r in range(7, -1, -1)), (8, 0), (9, 0), (10, 0), (10, 1), (9, 1), (8, 1)]
+    same = [a[0] == b[0] or a[1] == b[1] for a, b in zip(walked, walked[1:], strict=False)]
+    assert same.count(False) == 1  # only from one supertile to the next
 
 
 @SOME
