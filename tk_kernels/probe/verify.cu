@@ -1,0 +1,291 @@
+// Write and read back between two GPUs, as the layer's kernels will do it: data by 16-byte stores or by bulk copies, then
+// a local election among the blocks, fence.sys, one release store into the other GPU's memory, which polls it locally.
+//
+//   push: `mover` writes into memory of `keeper`; the keeper waits for the flag in its own memory and checks its buffer.
+//   pull: `keeper` fills its own buffer and releases a flag in memory of `mover`, which then reads the buffer and checks.
+//
+// Several rounds with other data in the same place: what was cached in an earlier round is found out.
+#include "support.cuh"
+
+namespace moe_tk_probe {
+namespace {
+
+constexpr int THREADS = 256, BLOCKS = 8, ROUNDS = 3;
+constexpr uint32_t CHUNK = 8 * 1024; // bytes of one bulk copy
+
+struct finding {
+    unsigned long long first_bad; // byte offset, ~0 when all is right
+    unsigned long long bad;       // 16-byte words that differ
+    uint32_t timed_out;
+    uint32_t padding;
+};
+
+__host__ __device__ inline uint64_t mixed(uint64_t x) { // splitmix64
+    x += 0x9e3779b97f4a7c15ull;
+    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
+    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
+    return x ^ (x >> 31);
+}
+
+__host__ __device__ inline ulonglong2 pattern(uint64_t word, uint64_t seed) {
+    ulonglong2 v;
+    v.x = mixed(word * 2 + seed);
+    v.y = mixed(word * 2 + 1 + seed);
+    return v;
+}
+
+__device__ void judge(ulonglong2 seen, uint64_t word, uint64_t seed, finding *out) {
+    const ulonglong2 want = pattern(word, seed);
+    if (seen.x == want.x && seen.y == want.y) return;
+    atomicAdd(&out->bad, 1ull);
+    atomicMin(&out->first_bad, static_cast<unsigned long long>(word * 16));
+}
+
+// The last block of the grid publishes for all. ORDER published: acquired by await().
+__device__ void publish(uint32_t *arrivals, uint32_t *remote_flag, uint32_t epoch) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const uint32_t before = atom_add_acq_rel_gpu(arrivals, 1);
+        if ((before + 1) % gridDim.x == 0) {
+            fence_sys();
+            store_release_sys(remote_flag, epoch);
+        }
+    }
+}
+
+// ORDER published: acquires what publish() released. Every block polls its own GPU's memory.
+__device__ bool await(const uint32_t *local_flag, uint32_t epoch, uint64_t limit_ns, finding *out) {
+    __shared__ int arrived;
+    if (threadIdx.x == 0) {
+        arrived = wait_at_least(local_flag, epoch, limit_ns);
+        if (!arrived) atomicExch(&out->timed_out, 1u);
+    }
+    __syncthreads();
+    return arrived != 0;
+}
+
+struct verify_args {
+    ulonglong2 *source;   // push: in the mover's memory; pull: in the keeper's
+    ulonglong2 *target;   // push: in the keeper's memory; pull: in the mover's
+    uint64_t words;       // of 16 bytes
+    uint64_t seed;
+    uint32_t *arrivals;   // election counter, in the publisher's own memory
+    uint32_t *flag;       // in the waiter's memory
+    uint32_t epoch;
+    uint64_t limit_ns;
+    finding *out;         // in the checker's memory
+    int bulk;
+};
+
+__device__ void fill(ulonglong2 *buffer, uint64_t words, uint64_t seed) {
+    for (uint64_t w = blockIdx.x * blockDim.x + threadIdx.x; w < words; w += uint64_t(gridDim.x) * blockDim.x) {
+        buffer[w] = pattern(w, seed);
+    }
+}
+
+#ifdef MOE_TK_PROBE_BULK
+// One chunk of global memory (anybody's) into shared memory; all threads return when it is there.
+__device__ void fetch_chunk(void *shared, const void *global, uint64_t *bar, uint32_t &parity) {
+    if (threadIdx.x == 0) {
+        mbarrier_expect_bytes(bar, CHUNK);
+        bulk_load(shared, global, CHUNK, bar);
+    }
+    while (!mbarrier_try_wait(bar, parity)) {
+    }
+    parity ^= 1;
+}
+#endif
+
+// Moves source to target (from or to the peer) by bulk copies, or checks what it reads on the way (check != nullptr).
+__device__ void move_bulk(const verify_args &a, finding *check) {
+#ifdef MOE_TK_PROBE_BULK
+    __shared__ alignas(128) unsigned char chunk[CHUNK];
+    __shared__ alignas(8) uint64_t bar;
+    if (threadIdx.x == 0) {
+        mbarrier_init(&bar, 1);
+        fence_mbarrier_init();
+        fence_proxy_async(); // earlier generic writes by this GPU, or acquired ones of the peer -> bulk loads below
+    }
+    __syncthreads();
+    uint32_t parity = 0;
+    constexpr uint64_t WORDS = CHUNK / 16;
+    for (uint64_t c = blockIdx.x; c < a.words / WORDS; c += gridDim.x) {
+        fetch_chunk(chunk, a.source + c * WORDS, &bar, parity);
+        if (check) {
+            for (uint64_t w = threadIdx.x; w < WORDS; w += blockDim.x) {
+                judge(reinterpret_cast<ulonglong2 *>(chunk)[w], c * WORDS + w, a.seed, check);
+            }
+        }
+        if (threadIdx.x == 0) {
+            bulk_store(a.target + c * WORDS, chunk, CHUNK);
+            bulk_commit();
+            bulk_wait_written(); // full wait: the bytes are in the target's memory
+        }
+        __syncthreads();
+    }
+#endif
+}
+
+__device__ void move_words(const verify_args &a, finding *check) {
+    for (uint64_t w = blockIdx.x * blockDim.x + threadIdx.x; w < a.words; w += uint64_t(gridDim.x) * blockDim.x) {
+        const ulonglong2 v = a.source[w];
+        if (check) judge(v, w, a.seed, check);
+        a.target[w] = v;
+    }
+}
+
+__global__ void fill_kernel(ulonglong2 *buffer, uint64_t words, uint64_t seed) { fill(buffer, words, seed); }
+
+__global__ __launch_bounds__(THREADS) void push_writer(verify_args a) {
+    if (a.bulk) {
+        move_bulk(a, nullptr);
+    } else {
+        move_words(a, nullptr);
+    }
+    publish(a.arrivals, a.flag, a.epoch);
+}
+
+__global__ __launch_bounds__(THREADS) void push_checker(verify_args a) {
+    if (!await(a.flag, a.epoch, a.limit_ns, a.out)) return;
+#ifdef MOE_TK_PROBE_BULK
+    if (a.bulk) {
+        __shared__ alignas(128) unsigned char chunk[CHUNK];
+        __shared__ alignas(8) uint64_t bar;
+        if (threadIdx.x == 0) {
+            mbarrier_init(&bar, 1);
+            fence_mbarrier_init();
+            fence_proxy_async(); // acquired writes of the peer -> bulk loads below
+        }
+        __syncthreads();
+        uint32_t parity = 0;
+        constexpr uint64_t WORDS = CHUNK / 16;
+        for (uint64_t c = blockIdx.x; c < a.words / WORDS; c += gridDim.x) {
+            fetch_chunk(chunk, a.target + c * WORDS, &bar, parity);
+            for (uint64_t w = threadIdx.x; w < WORDS; w += blockDim.x) {
+                judge(reinterpret_cast<ulonglong2 *>(chunk)[w], c * WORDS + w, a.seed, a.out);
+            }
+            __syncthreads();
+        }
+        return;
+    }
+#endif
+    for (uint64_t w = blockIdx.x * blockDim.x + threadIdx.x; w < a.words; w += uint64_t(gridDim.x) * blockDim.x) {
+        judge(a.target[w], w, a.seed, a.out);
+    }
+}
+
+__global__ __launch_bounds__(THREADS) void pull_owner(verify_args a) {
+    fill(a.source, a.words, a.seed);
+#ifdef MOE_TK_PROBE_BULK
+    fence_proxy_async(); // generic writes -> the peer's bulk loads
+#endif
+    publish(a.arrivals, a.flag, a.epoch);
+}
+
+__global__ __launch_bounds__(THREADS) void pull_reader(verify_args a) {
+    if (!await(a.flag, a.epoch, a.limit_ns, a.out)) return;
+    if (a.bulk) {
+        move_bulk(a, a.out);
+    } else {
+        move_words(a, a.out);
+    }
+}
+
+struct round_result {
+    finding found;
+    uint64_t seen, want;
+};
+
+void verify(int mover, int keeper, bool push, bool bulk, size_t bytes, double limit_s, round_result &result, int &round) {
+    enable_peer(mover, keeper);
+    enable_peer(keeper, mover); // the flag of a pull travels the other way
+    const int publisher = push ? mover : keeper, waiter = push ? keeper : mover;
+    buffer source(publisher, bytes), target(waiter, bytes), arrivals(publisher, 256), flag(waiter, 256);
+    buffer out(waiter, sizeof(finding));
+    arrivals.fill(0);
+    flag.fill(0);
+    stream publish_stream(publisher), wait_stream(waiter);
+    for (round = 0; round < ROUNDS; ++round) {
+        target.fill(0xa5 + round); // poison: an early look cannot be right
+        const finding clean{~0ull, 0, 0, 0};
+        MOE_TK_PROBE_CHECK(cudaMemcpy(out.as(), &clean, sizeof clean, cudaMemcpyDefault));
+        verify_args a{source.as<ulonglong2>(), target.as<ulonglong2>(), bytes / 16, 0x5eed0000ull + round * 7919,
+                      arrivals.as<uint32_t>(), flag.as<uint32_t>(),     uint32_t(round + 1),
+                      uint64_t(limit_s * 1e9), out.as<finding>(),       bulk};
+        if (push) {
+            MOE_TK_PROBE_CHECK(cudaSetDevice(publisher));
+            fill_kernel<<<BLOCKS, THREADS, 0, publish_stream.get()>>>(a.source, a.words, a.seed);
+            MOE_TK_PROBE_CHECK(cudaGetLastError());
+            publish_stream.wait();
+        }
+        MOE_TK_PROBE_CHECK(cudaSetDevice(waiter));
+        if (push) {
+            push_checker<<<BLOCKS, THREADS, 0, wait_stream.get()>>>(a);
+        } else {
+            pull_reader<<<BLOCKS, THREADS, 0, wait_stream.get()>>>(a);
+        }
+        MOE_TK_PROBE_CHECK(cudaGetLastError());
+        MOE_TK_PROBE_CHECK(cudaSetDevice(publisher));
+        if (push) {
+            push_writer<<<BLOCKS, THREADS, 0, publish_stream.get()>>>(a);
+        } else {
+            pull_owner<<<BLOCKS, THREADS, 0, publish_stream.get()>>>(a);
+        }
+        MOE_TK_PROBE_CHECK(cudaGetLastError());
+        wait_stream.wait();
+        publish_stream.wait();
+        result.found = read_back(out.as<finding>());
+        if (result.found.timed_out || result.found.bad) break;
+        // A pull must also have left the right bytes in the mover's memory: one look from the host.
+        const uint64_t last = a.words - 1;
+        result.seen = read_back(reinterpret_cast<uint64_t *>(a.target + last));
+        result.want = pattern(last, a.seed).x;
+        if (result.seen != result.want) {
+            result.found.first_bad = last * 16;
+            result.found.bad = 1;
+            return;
+        }
+    }
+    if (result.found.bad) {
+        result.want = pattern(result.found.first_bad / 16, 0x5eed0000ull + round * 7919).x;
+        result.seen = read_back(reinterpret_cast<uint64_t *>(target.as() + result.found.first_bad));
+    }
+}
+
+// Loads every kernel of this file on the device: lazy loading while a peer spins could block.
+void preload(int device) {
+    MOE_TK_PROBE_CHECK(cudaSetDevice(device));
+    cudaFuncAttributes attributes;
+    MOE_TK_PROBE_CHECK(cudaFuncGetAttributes(&attributes, fill_kernel));
+    MOE_TK_PROBE_CHECK(cudaFuncGetAttributes(&attributes, push_writer));
+    MOE_TK_PROBE_CHECK(cudaFuncGetAttributes(&attributes, push_checker));
+    MOE_TK_PROBE_CHECK(cudaFuncGetAttributes(&attributes, pull_owner));
+    MOE_TK_PROBE_CHECK(cudaFuncGetAttributes(&attributes, pull_reader));
+}
+
+} // namespace
+} // namespace moe_tk_probe
+
+// push != 0: mover writes into keeper's memory, else it reads from there. bulk != 0: bulk copies, else 16-byte accesses.
+// out[0..5]: timed out, differing 16-byte words, byte offset of the first, value seen there, value wanted, round.
+MOE_TK_PROBE_API int moe_tk_probe_verify(int mover, int keeper, int push, int bulk, uint64_t bytes, double limit_s,
+                                         uint64_t *out) {
+    using namespace moe_tk_probe;
+    return guarded([&] {
+        if (bytes == 0 || bytes % CHUNK) throw std::runtime_error("verify: bytes must be a multiple of 8192");
+        if (bulk && !(has_bulk(mover) && has_bulk(keeper))) {
+            throw std::runtime_error("verify: bulk copies need compute capability 9.0 on both GPUs");
+        }
+        preload(mover);
+        preload(keeper);
+        round_result result{};
+        int round = 0;
+        verify(mover, keeper, push != 0, bulk != 0, bytes, limit_s, result, round);
+        out[0] = result.found.timed_out;
+        out[1] = result.found.bad;
+        out[2] = result.found.first_bad;
+        out[3] = result.seen;
+        out[4] = result.want;
+        out[5] = static_cast<uint64_t>(round);
+    });
+}
