@@ -27,3 +27,12 @@ MOE_TK_PROBE_API int moe_tk_probe_device(int device, int *sm_count, int *has_bul
         *shared_bytes = moe_tk_probe::attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
     });
 }
+
+// Creates the context now, so that the time it takes is not counted against a probe; later: fails in a poisoned one.
+MOE_TK_PROBE_API int moe_tk_probe_warm(int device) {
+    return moe_tk_probe::guarded([&] {
+        MOE_TK_PROBE_CHECK(cudaSetDevice(device));
+        MOE_TK_PROBE_CHECK(cudaFree(nullptr));
+        MOE_TK_PROBE_CHECK(cudaDeviceSynchronize());
+    });
+}
