@@ -51,10 +51,16 @@ def _in_bad_fork() -> bool:
 
 
 def cache_places() -> list[Path]:
-    """Folders where verdicts are kept, the preferred one first; those that cannot be trusted are left out."""
+    """Folders where verdicts are kept: up to the first that can be written, so that a fresh one is really fresh."""
     from moe_tk.runtime.cache import cache_folders
 
-    return [folder.path for folder in cache_folders() if not (folder.source == "temp" and folder.problem)]
+    places = []
+    for folder in cache_folders():
+        if folder.problem is None or folder.source != "temp":  # a temp folder of somebody else is not trusted
+            places.append(folder.path)
+        if folder.problem is None:
+            break
+    return places
 
 
 def diagnose(*, probe: str | None = None, world: int | None = None, uuids: Sequence[str] | None = None,

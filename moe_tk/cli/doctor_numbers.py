@@ -41,9 +41,8 @@ def milliseconds(seconds: float | None) -> str:
 
 def _exchange_table(report: Report) -> Table:
     shape = report.shape
-    table = _table(f"exchange of one layer ({shape.name}: {shape.tokens} tokens per rank, H {shape.hidden}, "
-                   f"{shape.experts} experts, top {shape.top_k}, bf16)", "protocol", "dispatch + combine", "from",
-                   "held up by", "gain if hidden")
+    table = _table(f"exchange of one layer ({shape.name}: T {shape.tokens}, H {shape.hidden}, E {shape.experts}, "
+                   f"k {shape.top_k}, bf16)", "protocol", "time", "from", "held up by", "gain if hidden")
     for item in report.exchanges:
         gain = f"at most {item.ceiling:.2f}x" if item.ceiling else "unknown"
         table.add_row(item.protocol, milliseconds(item.seconds), item.origin, item.bottleneck, gain)
@@ -72,7 +71,7 @@ def _engine_cell(probes: ProbeResults, src: str, dst: str, op: str, load: str) -
 def _pair_table(report: Report, probes: ProbeResults) -> Table:
     table = _table("GB/s between GPUs (SMs needed for 90 % of it)", "pair", "push", "push both", "pull", "pull both",
                    "engine", "flag us")
-    shown = [(pair.a, pair.b) for pair in report.verdict.pairs if pair.protocol != "staged" or True][:28]
+    shown = [(pair.a, pair.b) for pair in report.verdict.pairs]
     for one, other in shown:
         if not any((r.src, r.dst) == (one, other) for r in probes.rates):
             continue

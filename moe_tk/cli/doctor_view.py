@@ -135,21 +135,11 @@ def known(value: object) -> str:
 
 def _gpus(snapshot: TopologySnapshot, wide: bool) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
-    table.add_column("CUDA", justify="right")
-    table.add_column("NVML", justify="right")
-    table.add_column("name", overflow="ellipsis", no_wrap=True)
-    table.add_column("arch")
-    table.add_column("SMs", justify="right")
-    table.add_column("GiB", justify="right")
-    table.add_column("PCIe")
-    table.add_column("NUMA", justify="right")
-    if wide:
-        table.add_column("NVLinks", justify="right")
-        table.add_column("fabric")
-        table.add_column("smem KiB", justify="right")
-        table.add_column("ECC")
-        table.add_column("PCI id")
-    table.add_column("UUID", no_wrap=True)
+    columns = ["CUDA", "NVML", "name", "arch", "SMs", "GiB", "PCIe", "NUMA"]
+    columns += ["NVLinks", "fabric", "smem KiB", "ECC", "PCI id"] if wide else []
+    for column in (*columns, "UUID"):
+        right = column in ("CUDA", "NVML", "SMs", "GiB", "NUMA", "NVLinks", "smem KiB")
+        table.add_column(column, justify="right" if right else "left", no_wrap=column != "name")
     for gpu in sorted(snapshot.gpus, key=lambda g: (g.cuda_index is None, g.cuda_index or 0, g.nvml_index or 0)):
         cells = [number(gpu.cuda_index, "-" if gpu.visible is False else "?"), number(gpu.nvml_index),
                  (gpu.name or "?").replace("NVIDIA ", ""), gpu.arch or "?", number(gpu.sm_count),
@@ -184,9 +174,7 @@ def _matrix(report: Report) -> RenderableType:
     snapshot, verdict = report.snapshot, report.verdict
     pairs = {(pair.a, pair.b): pair for pair in verdict.pairs}
     short = len(verdict.uuids) > ALL_NAMES_UP_TO
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0 if short else 1), header_style="bold",
-                  caption="NV = NVLink, PIX .. SYS = PCIe from near to far;  ok = read back right, ? = not verified, "
-                          "no = no peer access", caption_justify="left", caption_style="dim")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0 if short else 1), header_style="bold")
     table.add_column("")
     for place in range(len(verdict.uuids)):
         table.add_column(_head(snapshot, verdict.uuids[place], place), justify="center", no_wrap=True)
@@ -194,7 +182,10 @@ def _matrix(report: Report) -> RenderableType:
         cells = [Text("-", style="dim") if row == column else _cell(report, pairs, one, other, short)
                  for column, other in enumerate(verdict.uuids)]
         table.add_row(Text(_head(snapshot, one, row), style="bold"), *cells)
-    return table
+    legend = "NV = NVLink, PIX .. SYS = PCIe from near to far; ok = read back right, ? = not verified, no = no peer access"
+    if report.probes is not None and report.probes.rates:
+        legend += "; below: GB/s, one way, pushed by SMs"
+    return Group(table, Text(legend, style="dim"))
 
 
 def _head(snapshot: TopologySnapshot, uuid: str, place: int) -> str:

@@ -13,6 +13,7 @@ from moe_tk.topology.facts import GpuFacts, PairFacts, TopologySnapshot
 from moe_tk.topology.probes import HOST, ProbeResults
 
 NVLINK_GBS_PER_LINK = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}  # nominal, each way
+NVLINK_GBS_OF_ARCH = {"sm_86": 14.0625}  # workstation and GeForce bridges of that generation: four links, 56.25 each way
 PCIE_GBS_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # after line coding
 # Reached by real copies on two machines: 364 of 450 GB/s (H200, 18 links), 50.9 of 63 GB/s (PCIe 5.0 x16 push), and
 # 33 of 63 GB/s each way through pinned host memory while all four streams of two GPUs run.
@@ -85,7 +86,7 @@ def link_rate(snapshot: TopologySnapshot, pair: PairFacts) -> Estimate:
     except KeyError:
         return UNKNOWN_RATE
     if pair.nvlink and pair.nvlink_links:
-        each = NVLINK_GBS_PER_LINK.get(ends[0].nvlink_version or 0)
+        each = NVLINK_GBS_OF_ARCH.get(ends[0].arch or "") or NVLINK_GBS_PER_LINK.get(ends[0].nvlink_version or 0)
         if each:
             return Estimate(each * pair.nvlink_links * NVLINK_EFFICIENCY, "expected", f"{pair.nvlink_links} NVLinks")
         return UNKNOWN_RATE
@@ -123,26 +124,55 @@ def _measured_staged(probes: ProbeResults, uuid: str, together: bool) -> float |
 
 
 def egress(snapshot: TopologySnapshot, probes: ProbeResults | None, uuid: str, group: Sequence[str]) -> Estimate:
-    """Total rate at which one GPU writes to all others of its group while all do so."""
-    peers = [other for other in group if other != uuid]
+    """Total rate at which one GPU writes to all others of its group while all do so, where that was measured."""
     if probes is not None and set(probes.uuids) == set(group):
         best = probes.best_rate(uuid, "all", load="all", op="push")
         if best:
             return Estimate(best.gbs, "measured", "all to all")
-    rates = [peer_rate(snapshot, probes, uuid, other) for other in peers]
-    if any(rate.gbs is None for rate in rates):
-        return UNKNOWN_RATE
-    origin = max((rate.origin for rate in rates), key=("measured", "expected", "assumed").index)
-    known = [rate.gbs for rate in rates if rate.gbs is not None]
-    bridged = all(snapshot.pair(uuid, other).nvlink_via == "direct" for other in peers)
-    return Estimate(sum(known) if bridged else max(known), origin, "own links" if bridged else "one shared link")
+    return UNKNOWN_RATE
+
+
+@dataclass(frozen=True, slots=True)
+class _Wire:
+    """Something that several transfers of one GPU share: how many bytes it carries, how fast, what it is."""
+
+    load: float
+    rate: Estimate
+    name: str
+
+
+def _wires(snapshot: TopologySnapshot, probes: ProbeResults | None, uuid: str, group: Sequence[str],
+           each: float) -> list[_Wire]:
+    """What one GPU's exchange goes over: every pair by itself, and the links that several pairs share.
+
+    Bridged NVLinks belong to one pair; an NVSwitch port, the PCIe link and the path to the other socket are shared.
+    """
+    label = snapshot.label(uuid)
+    wires, shared = [], {}
+    for other in group:
+        if other == uuid:
+            continue
+        rate, facts = peer_rate(snapshot, probes, uuid, other), snapshot.pair(uuid, other)
+        wires.append(_Wire(each, rate, f"{label} - {snapshot.label(other)}: {rate.basis}"))
+        kinds = ([] if facts.nvlink_via == "direct" else ["NVSwitch port"]) if facts.nvlink else ["PCIe link"]
+        if facts.ancestor == "SYS" and not facts.nvlink:
+            kinds.insert(0, "path to the other socket")
+        for kind in kinds:
+            shared.setdefault(kind, []).append(rate)
+    for kind, rates in shared.items():
+        known = [rate for rate in rates if rate.gbs is not None]
+        if known:
+            best = max(known, key=lambda rate: rate.gbs or 0.0)
+            wires.append(_Wire(each * len(rates), best, f"{label}: its {kind}"))
+    total = egress(snapshot, probes, uuid, group)
+    return [_Wire(each * (len(group) - 1), total, f"{label}: {total.basis}")] if total.gbs else wires
 
 
 def exchange_seconds(snapshot: TopologySnapshot, probes: ProbeResults | None, group: Sequence[str], protocol: str,
                      shape: LayerShape) -> tuple[float | None, str, str]:
     """(seconds, origin, bottleneck) of dispatch plus combine of one layer over `group` with `protocol`.
 
-    Each GPU is held up by its own total rate and by its slowest pair; the slowest GPU decides.
+    The slowest wire of the slowest GPU decides; the origin is the weakest that the number rests on.
     """
     world = len(group)
     if world < 2:
@@ -153,24 +183,14 @@ def exchange_seconds(snapshot: TopologySnapshot, probes: ProbeResults | None, gr
         if rate.gbs is None:
             return None, "unknown", "host memory rate unknown"
         return each * (world - 1) / rate.gbs, rate.origin, "pinned host memory"
-    worst, origins, bottleneck = 0.0, ["measured"], ""
+    worst, origin, bottleneck = 0.0, "measured", ""
     for uuid in group:
-        total = egress(snapshot, probes, uuid, group)
-        if total.gbs is None:
-            return None, "unknown", f"rate of {snapshot.label(uuid)} unknown"
-        candidates = [(each * (world - 1) / total.gbs, total.origin, f"{snapshot.label(uuid)}: {total.basis}")]
-        for other in group:
-            if other != uuid:
-                pair = peer_rate(snapshot, probes, uuid, other)
-                if pair.gbs is None:
-                    return None, "unknown", f"rate of {snapshot.label(uuid)} - {snapshot.label(other)} unknown"
-                candidates.append((each / pair.gbs, pair.origin,
-                                   f"{snapshot.label(uuid)} - {snapshot.label(other)}: {pair.basis}"))
-        seconds, origin, what = max(candidates, key=lambda c: c[0])
-        origins.append(origin)
-        if seconds > worst:
-            worst, bottleneck = seconds, what
-    return worst, max(origins, key=("measured", "expected", "assumed").index), bottleneck
+        for wire in _wires(snapshot, probes, uuid, group, each):
+            if wire.rate.gbs is None:
+                return None, "unknown", f"rate unknown: {wire.name}"
+            if wire.load / wire.rate.gbs > worst:
+                worst, origin, bottleneck = wire.load / wire.rate.gbs, wire.rate.origin, wire.name
+    return worst, origin, bottleneck
 
 
 def gemm_tflops(probes: ProbeResults | None, uuid: str) -> float | None:

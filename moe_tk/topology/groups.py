@@ -65,8 +65,8 @@ def _why(snapshot: TopologySnapshot, verdict: Verdict) -> str:
 
 
 def pair_kind(snapshot: TopologySnapshot, one: str, other: str) -> str:
-    """As in nvidia-smi topo: NV18, PIX, ..., or "?" when unknown."""
+    """As in nvidia-smi topo: NV18, PIX, ...; "PCI" when only the path is unknown, "--" when all is."""
     facts = snapshot.pair(one, other)
     if facts.nvlink:
         return f"NV{facts.nvlink_links}" if facts.nvlink_links else "NV"
-    return facts.ancestor or "?"
+    return facts.ancestor or ("PCI" if facts.nvlink is False else "--")

@@ -57,7 +57,7 @@ def run_probes(snapshot: TopologySnapshot, uuids: Sequence[str], environ: Mappin
         raise ProbesNotRun("probes need GPUs that all differ", "name every GPU once")
     library = library or build_probe_library(sorted({gpu.arch for gpu in gpus if gpu.arch}))
     steps = _plan(snapshot, gpus, depth, torch_cuda)
-    child_environ = {**environ, "CUDA_VISIBLE_DEVICES": ",".join(uuids), "CUDA_MODULE_LOADING": "EAGER"}
+    child_environ = {**environ, "CUDA_VISIBLE_DEVICES": ",".join(uuids)}
     began = time.monotonic()
     results = run_steps(steps, library=library, devices=len(uuids), environ=child_environ, limits=limits,
                         command=command, progress=progress)
@@ -116,7 +116,7 @@ def _check(result: StepResult, name: Callable[[int], str]) -> Check:
 def _rates(result: StepResult, name: Callable[[int], str], count: int) -> list[Rate]:
     found = []
     load = result.step["load"]
-    for mover, gbs in zip(result.step["movers"], result.data["gbs"]):
+    for mover, gbs in zip(result.step["movers"], result.data["gbs"], strict=True):
         common = (mover["op"], mover["engine"], mover["payload"], mover["sms"])
         to = "all" if load == "all" and mover["peers"] != [HOST_DEVICE] else name(mover["peers"][0])
         found.append(Rate(name(mover["device"]), to, *common, load, round(gbs, 3)))
@@ -127,7 +127,7 @@ def _rates(result: StepResult, name: Callable[[int], str], count: int) -> list[R
 
 def _copies(result: StepResult, name: Callable[[int], str]) -> list[Rate]:
     found = []
-    for (source, target), gbs in zip(result.step["jobs"], result.data["gbs"]):
+    for (source, target), gbs in zip(result.step["jobs"], result.data["gbs"], strict=True):
         pull = source == HOST_DEVICE
         found.append(Rate(name(target if pull else source), name(source if pull else target), "pull" if pull else "push",
                           "copy-engine", "copy", 0, result.step["load"], round(gbs, 3)))

@@ -41,7 +41,7 @@ def say(**event) -> None:
 
 def requests(movers: list[dict], parked: bool = False):
     array = (MoverRequest * len(movers))()
-    for request, mover in zip(array, movers):
+    for request, mover in zip(array, movers, strict=True):
         request.device, request.push = mover["device"], mover["op"] == "push"
         request.bulk = mover["engine"] == "bulk" and not parked
         request.payload = PAYLOADS["parked" if parked else mover["payload"]]
@@ -54,7 +54,7 @@ def requests(movers: list[dict], parked: bool = False):
 def verify(library: Library, step: dict, limit_s: float) -> dict:
     out = (ctypes.c_uint64 * 6)()
     library.call("verify", step["src"], step["dst"], int(step["kind"] == "push"), int(step["engine"] == "bulk"),
-                 ctypes.c_uint64(step["bytes"]), ctypes.c_double(limit_s), out)
+                 ctypes.c_uint64(step["bytes"]), ctypes.c_double(limit_s), step.get("fault", 0), out)
     timed_out, bad, offset, seen, wanted, round_ = out
     if timed_out:
         return {"status": "timeout", "detail": f"the flag of round {round_} never arrived"}

@@ -113,10 +113,10 @@ class ProbeResults:
 
     def best_rate(self, src: str, dst: str, *, load: str | None = None, op: str | None = None,
                   payload: str | None = "copy", engine: str | None = None, sms: int | None = None) -> Rate | None:
-        """The fastest measurement that matches; None matches anything."""
+        """The fastest measurement that matches; None matches anything, but for engine only what SMs drive."""
         found = [r for r in self.rates if (r.src, r.dst) == (src, dst) and load in (None, r.load)
-                 and op in (None, r.op) and payload in (None, r.payload) and engine in (None, r.engine)
-                 and sms in (None, r.sms)]
+                 and op in (None, r.op) and payload in (None, r.payload) and sms in (None, r.sms)
+                 and (r.engine == engine if engine else r.engine != "copy-engine")]
         return max(found, key=lambda r: r.gbs, default=None)
 
 

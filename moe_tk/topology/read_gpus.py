@@ -68,7 +68,7 @@ def _read_gpu(nvml: Nvml, files: Files, index: int, handle: Any) -> ReadGpu:
     pci = normal_pci(getattr(pci_info, "busId", None))
     uuid = text(ask("nvmlDeviceGetUUID")) or f"NVML-{index}-{pci or 'unknown'}"
     capability = ask("nvmlDeviceGetCudaComputeCapability")
-    ecc, mig = ask("nvmlDeviceGetEccMode"), _quiet(nvml, "nvmlDeviceGetMigMode", handle)
+    ecc, mig = _quiet(nvml, "nvmlDeviceGetEccMode", handle), _quiet(nvml, "nvmlDeviceGetMigMode", handle)
     links = _read_links(nvml, handle, about)
     fabric_state, fabric_id = _read_fabric(nvml, handle, about)
     up = [link for link in links or () if link.up]

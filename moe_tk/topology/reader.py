@@ -14,7 +14,7 @@ from moe_tk.topology.child import run_child
 from moe_tk.topology.facts import GpuFacts, HostFacts, PairFacts, Problem, ToolFact, TopologySnapshot
 from moe_tk.topology.host import Files, nvidia_pci_devices, read_host
 from moe_tk.topology.nvml import Nvml, normal_pci, open_nvml, text
-from moe_tk.topology.read_gpus import ReadGpu, read_gpus
+from moe_tk.topology.read_gpus import read_gpus
 from moe_tk.topology.read_pairs import read_pairs
 from moe_tk.topology.visible import Visible, resolve_visible
 

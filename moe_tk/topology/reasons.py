@@ -163,7 +163,7 @@ GROUP_REASONS = (
            "Some pairs have NVLink, others only PCIe. The group needs one protocol, and remote atomics over PCIe lose "
            "increments, so the PCIe protocol is used for all; the NVLink pairs are simply faster.",
            "Choose ranks inside one island (moe_tk doctor --group N names them)."),
-    Reason("all-peer", "good", "all {pairs} pairs have verified peer access, none by NVLink",
+    Reason("all-peer", "good", "all {pairs} pairs have verified peer access, no pair is known to have NVLink",
            lambda i: i["pairs"] == i["pcie_pairs"] > 0,
            "NVLink between all pairs", "Direct access over PCIe, verified both ways for every pair.", "Nothing to do."),
     Reason("host-faster", "info",

@@ -189,7 +189,7 @@ def _group_inputs(snapshot: TopologySnapshot, probes: ProbeResults | None, group
     return {
         "gpus": len(group), "world": world, "visible": len(_pick(snapshot, None)) if world > len(group) else len(group),
         "hardware": bool(snapshot.host.nvidia_hardware or snapshot.gpus),
-        "hidden": empty, "value": snapshot.host.visible_devices, "cause": _no_cuda_cause(snapshot),
+        "hidden": empty, "value": snapshot.host.visible_devices if empty else None, "cause": _no_cuda_cause(snapshot),
         "gpu": snapshot.label(group[0]) if group else "", "uuids": list(group), "physical": physical,
         "ranks": [rank for rank, p in enumerate(physical) if p == shared], "pairs": len(pairs),
         "slices": sum(known[uuid].is_slice for uuid in group if uuid in known),

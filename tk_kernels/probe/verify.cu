@@ -41,18 +41,6 @@ __device__ void judge(ulonglong2 seen, uint64_t word, uint64_t seed, finding *ou
     atomicMin(&out->first_bad, static_cast<unsigned long long>(word * 16));
 }
 
-// The last block of the grid publishes for all. ORDER published: acquired by await().
-__device__ void publish(uint32_t *arrivals, uint32_t *remote_flag, uint32_t epoch) {
-    __syncthreads();
-    if (threadIdx.x == 0) {
-        const uint32_t before = atom_add_acq_rel_gpu(arrivals, 1);
-        if ((before + 1) % gridDim.x == 0) {
-            fence_sys();
-            store_release_sys(remote_flag, epoch);
-        }
-    }
-}
-
 // ORDER published: acquires what publish() released. Every block polls its own GPU's memory.
 __device__ bool await(const uint32_t *local_flag, uint32_t epoch, uint64_t limit_ns, finding *out) {
     __shared__ int arrived;
@@ -75,11 +63,28 @@ struct verify_args {
     uint64_t limit_ns;
     finding *out;         // in the checker's memory
     int bulk;
+    int fault;            // a mistake on purpose, so that tests can see the check fail
 };
 
-__device__ void fill(ulonglong2 *buffer, uint64_t words, uint64_t seed) {
-    for (uint64_t w = blockIdx.x * blockDim.x + threadIdx.x; w < words; w += uint64_t(gridDim.x) * blockDim.x) {
-        buffer[w] = pattern(w, seed);
+enum fault : int { NO_FAULT = 0, WRONG_WORD = 1, NO_FLAG = 2 };
+
+// The last block of the grid publishes for all. ORDER published: acquired by await().
+__device__ void publish(const verify_args &a) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+        const uint32_t before = atom_add_acq_rel_gpu(a.arrivals, 1);
+        if ((before + 1) % gridDim.x == 0 && a.fault != NO_FLAG) {
+            fence_sys();
+            store_release_sys(a.flag, a.epoch);
+        }
+    }
+}
+
+__device__ void fill(const verify_args &a) {
+    for (uint64_t w = blockIdx.x * blockDim.x + threadIdx.x; w < a.words; w += uint64_t(gridDim.x) * blockDim.x) {
+        ulonglong2 v = pattern(w, a.seed);
+        if (a.fault == WRONG_WORD && w == a.words / 2) v.x ^= 1;
+        a.source[w] = v;
     }
 }
 
@@ -134,7 +139,7 @@ __device__ void move_words(const verify_args &a, finding *check) {
     }
 }
 
-__global__ void fill_kernel(ulonglong2 *buffer, uint64_t words, uint64_t seed) { fill(buffer, words, seed); }
+__global__ void fill_kernel(verify_args a) { fill(a); }
 
 __global__ __launch_bounds__(THREADS) void push_writer(verify_args a) {
     if (a.bulk) {
@@ -142,7 +147,7 @@ __global__ __launch_bounds__(THREADS) void push_writer(verify_args a) {
     } else {
         move_words(a, nullptr);
     }
-    publish(a.arrivals, a.flag, a.epoch);
+    publish(a);
 }
 
 __global__ __launch_bounds__(THREADS) void push_checker(verify_args a) {
@@ -175,11 +180,11 @@ __global__ __launch_bounds__(THREADS) void push_checker(verify_args a) {
 }
 
 __global__ __launch_bounds__(THREADS) void pull_owner(verify_args a) {
-    fill(a.source, a.words, a.seed);
+    fill(a);
 #ifdef MOE_TK_PROBE_BULK
     fence_proxy_async(); // generic writes -> the peer's bulk loads
 #endif
-    publish(a.arrivals, a.flag, a.epoch);
+    publish(a);
 }
 
 __global__ __launch_bounds__(THREADS) void pull_reader(verify_args a) {
@@ -196,7 +201,16 @@ struct round_result {
     uint64_t seen, want;
 };
 
-void verify(int mover, int keeper, bool push, bool bulk, size_t bytes, double limit_s, round_result &result, int &round) {
+struct verify_request {
+    int mover, keeper;
+    bool push, bulk;
+    size_t bytes;
+    double limit_s;
+    int fault;
+};
+
+void verify(const verify_request &request, round_result &result, int &round) {
+    const auto [mover, keeper, push, bulk, bytes, limit_s, fault] = request;
     enable_peer(mover, keeper);
     enable_peer(keeper, mover); // the flag of a pull travels the other way
     const int publisher = push ? mover : keeper, waiter = push ? keeper : mover;
@@ -214,7 +228,7 @@ void verify(int mover, int keeper, bool push, bool bulk, size_t bytes, double li
                       uint64_t(limit_s * 1e9), out.as<finding>(),       bulk};
         if (push) {
             MOE_TK_PROBE_CHECK(cudaSetDevice(publisher));
-            fill_kernel<<<BLOCKS, THREADS, 0, publish_stream.get()>>>(a.source, a.words, a.seed);
+            fill_kernel<<<BLOCKS, THREADS, 0, publish_stream.get()>>>(a);
             MOE_TK_PROBE_CHECK(cudaGetLastError());
             publish_stream.wait();
         }
@@ -267,9 +281,10 @@ void preload(int device) {
 } // namespace moe_tk_probe
 
 // push != 0: mover writes into keeper's memory, else it reads from there. bulk != 0: bulk copies, else 16-byte accesses.
+// fault: 0; tests make a mistake on purpose (1 one wrong word, 2 the flag is never sent).
 // out[0..5]: timed out, differing 16-byte words, byte offset of the first, value seen there, value wanted, round.
 MOE_TK_PROBE_API int moe_tk_probe_verify(int mover, int keeper, int push, int bulk, uint64_t bytes, double limit_s,
-                                         uint64_t *out) {
+                                         int fault, uint64_t *out) {
     using namespace moe_tk_probe;
     return guarded([&] {
         if (bytes == 0 || bytes % CHUNK) throw std::runtime_error("verify: bytes must be a multiple of 8192");
@@ -280,7 +295,7 @@ MOE_TK_PROBE_API int moe_tk_probe_verify(int mover, int keeper, int push, int bu
         preload(keeper);
         round_result result{};
         int round = 0;
-        verify(mover, keeper, push != 0, bulk != 0, bytes, limit_s, result, round);
+        verify({mover, keeper, push != 0, bulk != 0, bytes, limit_s, fault}, result, round);
         out[0] = result.found.timed_out;
         out[1] = result.found.bad;
         out[2] = result.found.first_bad;
