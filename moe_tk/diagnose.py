@@ -105,8 +105,8 @@ def _evidence(snapshot: TopologySnapshot, group: Sequence[str], environ: Mapping
     if len(set(group)) < 1 or decide(snapshot, uuids=group).protocol == "shm":
         return None, {}, [finding("probe-left-out", what="there is no GPU to probe")]
     try:
-        probes = run_probes(snapshot, list(dict.fromkeys(group)), environ, depth=depth, limits=limits, progress=progress,
-                            torch_cuda=_torch_has_cuda(snapshot), version=moe_tk.__version__)
+        probes = run_probes(snapshot, list(dict.fromkeys(group)), environ, depth=depth, limits=limits,
+                            progress=progress, torch_cuda=_torch_has_cuda(snapshot), version=moe_tk.__version__)
     except ProbesNotRun as error:
         return None, {}, [finding("probes-not-run", why=str(error), fix=error.fix)]
     path = store_cached(key, probes, cache_places()) if key else None
@@ -161,7 +161,8 @@ def check_ranks(cards: Sequence[Mapping[str, Any]], allow_shared: bool = False) 
         raise TopologyError(f"the ranks are on {len(hosts)} machines ({names}); a group must be on one machine")
     without = [rank for rank, card in enumerate(cards) if card["uuid"] is None]
     if without and len(without) < len(cards):
-        raise TopologyError(f"ranks {', '.join(map(str, without))} see no GPU, the others do: give every rank a GPU, or "
+        raise TopologyError(f"ranks {', '.join(map(str, without))} see no GPU, the others do: give every rank a GPU, "
+                            f"or "
                             "hide the GPUs from all for the CPU backend")
     if allow_shared or without:
         return
@@ -172,8 +173,10 @@ def check_ranks(cards: Sequence[Mapping[str, Any]], allow_shared: bool = False) 
             first = taken[physical]
             what = "two MIG slices of one GPU" if card["parent"] else "one GPU"
             raise TopologyError(
-                f"ranks {first} and {rank} are on {what}, {physical}: each rank needs a GPU of its own. Set the device from "
-                "LOCAL_RANK, or one CUDA_VISIBLE_DEVICES per rank; to emulate ranks on one GPU, pass allow_shared=True.")
+                f"ranks {first} and {rank} are on {what}, {physical}: each rank needs a GPU of its own. Set the "
+                f"device from "
+                "LOCAL_RANK, or one CUDA_VISIBLE_DEVICES per rank; to emulate ranks on one GPU, pass "
+                "allow_shared=True.")
         taken[physical] = rank
 
 
@@ -189,7 +192,8 @@ def _own_uuid(snapshot: TopologySnapshot, device: int | None) -> str | None:
         text = environment().get("LOCAL_RANK", "")
         index = int(text) if text.isdigit() else None
     if index is None:
-        raise ArgumentError(f"{len(shown)} GPUs are visible and nothing says which one this rank uses: pass device=, call "
+        raise ArgumentError(f"{len(shown)} GPUs are visible and nothing says which one this rank uses: pass device=, "
+                            f"call "
                             "torch.cuda.set_device(), or set LOCAL_RANK")
     if index not in shown:
         listed = ", ".join(f"{i} ({short_uuid(uuid)})" for i, uuid in sorted(shown.items()))

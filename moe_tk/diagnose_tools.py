@@ -1,4 +1,4 @@
-"""What builds and runs use, as facts for the doctor: every nvcc, compiler and header, the choice, and what is missing."""
+"""What builds and runs use, as facts for the doctor: every nvcc, compiler and header, the choice, what is missing."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moe_tk.topology.facts import Problem, ToolFact
 
 
 def read_tools(archs: Sequence[str]) -> tuple[list[ToolFact], list[Problem]]:
-    """Facts and problems. archs: of the GPUs here ("sm_90"); without any, nvcc is listed but nothing about it is wrong."""
+    """Facts and problems. archs: of the GPUs here ("sm_90"); without any, nvcc is listed but may be missing."""
     from moe_tk.runtime import cuda_toolkit, toolchain
 
     torch_cuda = cuda_toolkit.torch_cuda_version()
@@ -45,7 +45,8 @@ def _read_nvcc(cuda_toolkit, archs: Sequence[str], torch_cuda: str | None) -> tu
         image = parse_arch(max(archs, key=lambda arch: int(arch[3:]), default="sm_90"))
     except BuildError as error:
         return [], [Problem("nvcc-missing", {"why": str(error)})]
-    choice = cuda_toolkit.choose_toolkit(image, candidates, torch_cuda, allow_mismatch=env("MOE_TK_ALLOW_CUDA_MISMATCH"))
+    allow = env("MOE_TK_ALLOW_CUDA_MISMATCH")
+    choice = cuda_toolkit.choose_toolkit(image, candidates, torch_cuda, allow_mismatch=allow)
     facts, problems = [], []
     for candidate, verdict in choice.verdicts:
         note = choice.reason if candidate is choice.chosen else verdict

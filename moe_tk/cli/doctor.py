@@ -22,12 +22,14 @@ PROTOCOL_CHOICES = ("auto", "nvlink", "pcie", "staged", "shm")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = ("Read this machine: GPUs, how each pair is connected, the protocol that follows and why, what is "
+    parser.description = ("Read this machine: GPUs, how each pair is connected, the protocol that follows and why, "
+                          "what is "
                           "wrong and what to do. Exit status: 0 good, 1 works with warnings, 2 will not work.")
     parser.add_argument("--probe", nargs="?", const="full", choices=("quick", "full"), metavar="quick|full",
                         help="verify by moving data: quick checks correctness and latency, full (the default of this "
                              "option) also measures bandwidth and what it costs a GEMM; results are kept")
-    parser.add_argument("--group", type=int, metavar="N", help="rank the possible groups of N GPUs by a layer's exchange")
+    parser.add_argument("--group", type=int, metavar="N",
+                        help="rank the possible groups of N GPUs by a layer's exchange")
     parser.add_argument("--world", type=int, metavar="N", help="judge the first N visible GPUs instead of all")
     parser.add_argument("--protocol", choices=PROTOCOL_CHOICES, help="what if this protocol were asked for")
     parser.add_argument("--json", action="store_true", help="print the whole report as JSON")
@@ -67,7 +69,8 @@ def run(args: argparse.Namespace) -> int:
         if args.debug:
             raise
         where = traceback.extract_tb(error.__traceback__)[-1]
-        print(f"moe_tk doctor: unexpected {type(error).__name__}: {error} (in {where.name}); --debug shows where. Please "
+        print(f"moe_tk doctor: unexpected {type(error).__name__}: {error} (in {where.name}); --debug shows where. "
+              f"Please "
               "report it.", file=sys.stderr)
     return WILL_NOT_WORK
 

@@ -27,11 +27,14 @@ def rate_tables(report: Report, wide: bool) -> Iterable[RenderableType]:
         yield _interference_table(report, report.probes)
 
 
+WORDS = ("from", "pairs", "held up by", "protocol", "op")  # columns of text, not of numbers
+
+
 def _table(title: str, *columns: str) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False,
                   padding=(0, 1), header_style="bold")
     for place, column in enumerate(columns):
-        table.add_column(column, justify="left" if place == 0 else "right", no_wrap=place == 0)
+        table.add_column(column, justify="left" if place == 0 or column in WORDS else "right", no_wrap=place == 0)
     return table
 
 
@@ -77,8 +80,8 @@ def _pair_table(report: Report, probes: ProbeResults) -> Table:
             continue
         latency = probes.latency_us(one, other)
         table.add_row(f"{report.snapshot.label(one)} - {report.snapshot.label(other)}",
-                      _rate_cell(probes, one, other, "push", "alone"), _rate_cell(probes, one, other, "push", "both-ways"),
-                      _rate_cell(probes, one, other, "pull", "alone"), _rate_cell(probes, one, other, "pull", "both-ways"),
+                      *(_rate_cell(probes, one, other, op, load) for op in ("push", "pull")
+                        for load in ("alone", "both-ways")),
                       _engine_cell(probes, one, other, "push", "alone"), f"{latency:.2f}" if latency else "-")
     if len(report.verdict.uuids) > 2:
         for uuid in report.verdict.uuids:
@@ -103,9 +106,10 @@ def _host_table(report: Report, probes: ProbeResults) -> Table | None:
 
 
 def _interference_table(report: Report, probes: ProbeResults) -> Table:
-    """Worst GPU per line: how much slower a dense GEMM runs beside SMs that move data than beside SMs that do nothing."""
+    """Worst GPU per line: how much slower a GEMM runs beside SMs that move data than beside SMs that do nothing."""
     shape = probes.interference[0].shape
-    table = _table(f"bf16 GEMM {shape} beside moving SMs", "SMs", "op", "GEMM us", "beside parked", "slower", "GB/s moved")
+    table = _table(f"bf16 GEMM {shape} beside moving SMs", "SMs", "op", "GEMM us", "beside parked", "slower",
+                   "GB/s moved")
     keys = dict.fromkeys((record.sms, record.op) for record in probes.interference)
     for sms, op in keys:
         same = [record for record in probes.interference if (record.sms, record.op) == (sms, op)]
@@ -118,8 +122,8 @@ def _interference_table(report: Report, probes: ProbeResults) -> Table:
 
 def group_table(report: Report, wide: bool) -> Table:
     best = report.groups[0]
-    table = _table(f"groups of {len(best.uuids)}, best first ({len(report.groups)} possible)", "GPUs", "protocol", "time",
-                   "from", "pairs", "held up by")
+    table = _table(f"groups of {len(best.uuids)}, best first ({len(report.groups)} possible)", "GPUs", "protocol",
+                   "time", "from", "pairs", "held up by")
     for choice in report.groups[:GROUPS_SHOWN]:
         names = ", ".join(label.removeprefix("GPU ") for label in choice.labels)
         protocol = choice.protocol + ("" if choice.verified else " ?")

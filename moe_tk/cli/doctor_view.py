@@ -1,7 +1,8 @@
-"""The doctor's report for a person: a verdict, the GPUs, the pair matrix, numbers, and what to do. Ten seconds to read."""
+"""The doctor's report for a person: verdict, GPUs, pair matrix, numbers, what to do. Ten seconds to read."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable
 
 from rich import box
@@ -66,8 +67,6 @@ def _headline(report: Report) -> RenderableType:
     level, words = EXIT_WORDS[report.exit_code]
     first = Text.assemble((verdict.protocol, f"bold {PROTOCOL_STYLE[verdict.protocol]}"), "  ", verdict.text)
     lines = [first]
-    if verdict.verified is False and verdict.expected not in (None, verdict.protocol):
-        lines.append(Text(f"expected once verified: {verdict.expected}", style="yellow"))
     lines.append(Text.assemble(("changes with ", "dim"), verdict.change))
     lines.append(Text.assemble(("reason id ", "dim"), verdict.reason, ("   evidence ", "dim"), _evidence(report)))
     if verdict.world > 1:
@@ -92,7 +91,7 @@ def _evidence(report: Report) -> str:
         return "the driver's word only"
     when = f"kept from {age_words(report.probe_age_s)} ago" if report.probe_age_s is not None else "fresh"
     if report.source:
-        when = f"in {report.source}"
+        when = f"in {os.path.basename(report.source)}"
     return f"{report.probes.depth} probes, {when}"
 
 
@@ -110,7 +109,9 @@ def _machine(report: Report) -> RenderableType:
     table = Table.grid(padding=(0, 1))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    nvml = f"NVML {host.nvml_library or 'library unknown'}" if host.nvml_state == "ok" else f"NVML no ({host.nvml_state})"
+    nvml = f"NVML no ({host.nvml_state})"
+    if host.nvml_state == "ok":
+        nvml = f"NVML {host.nvml_library or 'library unknown'}"
     cuda = f"CUDA {known(host.cuda_version)}" if host.cuda_state == "ok" else f"CUDA no ({known(host.cuda_state)})"
     topology = "topology known" if host.nvml_state == "ok" else "topology unknown"
     table.add_row("driver", f"{known(host.driver or host.driver_module)}   {cuda}   {nvml}   {topology}")
@@ -136,9 +137,9 @@ def known(value: object) -> str:
 def _gpus(snapshot: TopologySnapshot, wide: bool) -> RenderableType:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold")
     columns = ["CUDA", "NVML", "name", "arch", "SMs", "GiB", "PCIe", "NUMA"]
-    columns += ["NVLinks", "fabric", "smem KiB", "ECC", "PCI id"] if wide else []
+    columns += ["NVL", "fabric", "smem", "ECC", "PCI id"] if wide else []
     for column in (*columns, "UUID"):
-        right = column in ("CUDA", "NVML", "SMs", "GiB", "NUMA", "NVLinks", "smem KiB")
+        right = column in ("CUDA", "NVML", "SMs", "GiB", "NUMA", "NVL", "smem")
         table.add_column(column, justify="right" if right else "left", no_wrap=column != "name")
     for gpu in sorted(snapshot.gpus, key=lambda g: (g.cuda_index is None, g.cuda_index or 0, g.nvml_index or 0)):
         cells = [number(gpu.cuda_index, "-" if gpu.visible is False else "?"), number(gpu.nvml_index),
@@ -146,7 +147,7 @@ def _gpus(snapshot: TopologySnapshot, wide: bool) -> RenderableType:
                  f"{gpu.memory_bytes / 2**30:.0f}" if gpu.memory_bytes else "?", _pcie(gpu), number(gpu.numa_node)]
         if wide:
             cells += [_nvlinks(gpu), gpu.fabric_state or "?",
-                      f"{gpu.shared_per_block / 1024:.0f}" if gpu.shared_per_block else "?",
+                      f"{gpu.shared_per_block / 1024:.0f} K" if gpu.shared_per_block else "?",
                       {True: "on", False: "off", None: "?"}[gpu.ecc], gpu.pci or "?"]
         cells.append(gpu.uuid if wide else short_uuid(gpu.uuid))
         table.add_row(*cells, style="dim" if gpu.visible is False else "")
@@ -174,7 +175,8 @@ def _matrix(report: Report) -> RenderableType:
     snapshot, verdict = report.snapshot, report.verdict
     pairs = {(pair.a, pair.b): pair for pair in verdict.pairs}
     short = len(verdict.uuids) > ALL_NAMES_UP_TO
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 0 if short else 1), header_style="bold")
+    table = Table(title="how each pair is connected", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD,
+                  pad_edge=False, padding=(0, 0 if short else 1), header_style="bold")
     table.add_column("")
     for place in range(len(verdict.uuids)):
         table.add_column(_head(snapshot, verdict.uuids[place], place), justify="center", no_wrap=True)
@@ -182,10 +184,11 @@ def _matrix(report: Report) -> RenderableType:
         cells = [Text("-", style="dim") if row == column else _cell(report, pairs, one, other, short)
                  for column, other in enumerate(verdict.uuids)]
         table.add_row(Text(_head(snapshot, one, row), style="bold"), *cells)
-    legend = "NV = NVLink, PIX .. SYS = PCIe from near to far; ok = read back right, ? = not verified, no = no peer access"
+    legend = ("NV = NVLink, PIX .. SYS = PCIe from near to far; ok = read back right, ? = not verified, no = no peer "
+              "access")
     if report.probes is not None and report.probes.rates:
         legend += "; below: GB/s, one way, pushed by SMs"
-    return Group(table, Text(legend, style="dim"))
+    return Group(table, Text(f"{legend}\n", style="dim"))
 
 
 def _head(snapshot: TopologySnapshot, uuid: str, place: int) -> str:
@@ -210,11 +213,13 @@ def _cell(report: Report, pairs: dict[tuple[str, str], PairVerdict], one: str, o
 
 
 def _findings(report: Report) -> RenderableType:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1), header_style="bold", show_lines=False)
-    table.add_column("#", justify="right")
-    table.add_column("what was found")
-    table.add_column("what to do", ratio=None)
+    """Numbered; under each finding the command or step that mends it."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(justify="right", no_wrap=True)
+    table.add_column(overflow="fold")
     for place, item in enumerate(report.findings, 1):
-        table.add_row(Text(str(place), style=LEVEL_STYLE[item.level]),
-                      Text.assemble((f"{item.id} ", f"bold {LEVEL_STYLE[item.level]}"), item.text), item.fix)
-    return table
+        style = LEVEL_STYLE[item.level]
+        table.add_row(Text(f"{place}", style=style), Text.assemble((item.id, f"bold {style}"), "  ", item.text))
+        if item.fix and item.fix != "nothing":
+            table.add_row("", Text.assemble(("do: ", "dim"), (item.fix, "cyan")))
+    return Group(Text("what to do", style="bold"), table)

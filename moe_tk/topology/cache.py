@@ -1,6 +1,6 @@
 """Probe results kept between runs, keyed by what can change them: the GPUs, the driver, the boot.
 
-A file that is truncated, foreign or of another key counts as absent. Writing is atomic, and failing to write is no error.
+A file that is truncated, foreign or of another key counts as absent. Writing is atomic; failing to write is no error.
 """
 
 from __future__ import annotations
@@ -86,7 +86,8 @@ def _read(path: Path, key: Key, now: float, larger: bool = False) -> Cached | No
 def store_cached(key: Key, probes: ProbeResults, folders: Iterable[Path], now: float | None = None) -> Path | None:
     """Write into the first folder that takes it, whole or not at all; the path, or None when none did."""
     written = time.time() if now is None else now
-    text = json.dumps({"schema": CACHE_SCHEMA, "key": _plain(key), "written": written, "probes": probes_to_json(probes)})
+    text = json.dumps({"schema": CACHE_SCHEMA, "key": _plain(key), "written": written,
+                       "probes": probes_to_json(probes)})
     for folder in folders:
         path = folder / FOLDER / key.file_name
         try:

@@ -13,7 +13,7 @@ from moe_tk.topology.facts import GpuFacts, PairFacts, TopologySnapshot
 from moe_tk.topology.probes import HOST, ProbeResults
 
 NVLINK_GBS_PER_LINK = {1: 20.0, 2: 25.0, 3: 25.0, 4: 25.0, 5: 50.0}  # nominal, each way
-NVLINK_GBS_OF_ARCH = {"sm_86": 14.0625}  # workstation and GeForce bridges of that generation: four links, 56.25 each way
+NVLINK_GBS_OF_ARCH = {"sm_86": 14.0625}  # bridges of workstation and GeForce cards: four links, 56.25 each way
 PCIE_GBS_PER_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}  # after line coding
 # Reached by real copies on two machines: 364 of 450 GB/s (H200, 18 links), 50.9 of 63 GB/s (PCIe 5.0 x16 push), and
 # 33 of 63 GB/s each way through pinned host memory while all four streams of two GPUs run.
@@ -76,7 +76,7 @@ def peer_rate(snapshot: TopologySnapshot, probes: ProbeResults | None, one: str,
                     found.append(best.gbs)
                     break
         if len(found) == 2:
-            return Estimate(min(found), "measured", "slower direction of the pair")
+            return Estimate(min(found), "measured")
     return link_rate(snapshot, snapshot.pair(one, other))
 
 
@@ -153,7 +153,8 @@ def _wires(snapshot: TopologySnapshot, probes: ProbeResults | None, uuid: str, g
         if other == uuid:
             continue
         rate, facts = peer_rate(snapshot, probes, uuid, other), snapshot.pair(uuid, other)
-        wires.append(_Wire(each, rate, f"{label} - {snapshot.label(other)}: {rate.basis}"))
+        name = f"{label} - {snapshot.label(other)}"
+        wires.append(_Wire(each, rate, f"{name}: {rate.basis}" if rate.basis else name))
         kinds = ([] if facts.nvlink_via == "direct" else ["NVSwitch port"]) if facts.nvlink else ["PCIe link"]
         if facts.ancestor == "SYS" and not facts.nvlink:
             kinds.insert(0, "path to the other socket")

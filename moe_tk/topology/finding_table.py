@@ -20,7 +20,8 @@ _KINDS = (
     FindingKind("not-verified", "warn", "peer access of {count} pairs was never verified on this boot",
                 "The driver's word is only a hint, so these pairs count as having no peer access until a probe ran.",
                 "moe_tk doctor --probe"),
-    FindingKind("probe-mismatch", "warn", "{pair} ({what}): wrong data at byte {offset}: wanted {wanted}, read {seen}; {bad} "
+    FindingKind("probe-mismatch", "warn", "{pair} ({what}): wrong data at byte {offset}: wanted {wanted}, read "
+                                          "{seen}; {bad} "
                 "words differ. Likely cause: {cause}",
                 "A transfer between the two arrived wrong or not at all, although the driver claims peer access.",
                 "{command}"),
@@ -33,7 +34,8 @@ _KINDS = (
                 "Remote atomics are not reliable on this path. The pcie and staged protocols never use them.",
                 "nothing: this is why the {protocol} protocol signals with single-writer flags"),
     FindingKind("slow-link", "warn", "{pair}: {gbs} GB/s measured, {wanted} GB/s wanted from {basis}",
-                "A link moves less than 60 % of what its kind and width allow: another program uses it, a riser or slot "
+                "A link moves less than 60 % of what its kind and width allow: another program uses it, a riser or "
+                "slot "
                 "trained badly, or traffic takes a detour over the host bridge.",
                 "nvidia-smi -q | grep -A4 'Link Width'; stop other programs, then: moe_tk doctor --probe --no-cache"),
     FindingKind("host-path-faster", "info", "{pair}: host memory moves {staged} GB/s, direct access {peer} GB/s",
@@ -41,18 +43,21 @@ _KINDS = (
                 "choose nearer GPUs: moe_tk doctor --group {world}; or force it: MOE_TK_PROTOCOL=pcie"),
     FindingKind("probes-not-run", "warn", "probes were not run: {why}",
                 "Probes were asked for and could not be started.", "{fix}"),
-    FindingKind("probe-left-out", "info", "not probed: {what}", "A part of the probes does not apply here or had no time "
-                "left.", "nothing, unless you need that number"),
+    FindingKind("probe-left-out", "info", "not probed: {what}",
+                "A part of the probes does not apply here or had no time left.",
+                "nothing, unless you need that number"),
     FindingKind("nvml-binding-missing", "warn", "the NVML binding cannot be imported ({error}): topology unknown",
                 "The Python package nvidia-ml-py is absent or broken. CUDA may still work.",
                 "python -m pip install nvidia-ml-py"),
     FindingKind("nvml-library-missing", "warn", "libnvidia-ml.so.1 cannot be loaded: topology unknown (CUDA: {cuda})",
                 "The NVML library is part of the driver; containers without the utility capability lack it.",
-                "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility, or install the driver's libraries"),
+                "start the container with NVIDIA_DRIVER_CAPABILITIES=compute,utility, or install the driver's "
+                "libraries"),
     FindingKind("nvml-driver-not-loaded", "warn", "NVML says that the driver is not loaded (tried {tried})",
                 "The library is there but finds no kernel driver; under WSL a generic library shadows the usable one.",
                 "WSL: put /usr/lib/wsl/lib first in LD_LIBRARY_PATH; else: sudo modprobe nvidia, and see dmesg"),
-    FindingKind("nvml-version-mismatch", "warn", "kernel module {module} and user libraries differ in version ({error})",
+    FindingKind("nvml-version-mismatch", "warn",
+                "kernel module {module} and user libraries differ in version ({error})",
                 "The driver was upgraded, but the old kernel module is still loaded; usually CUDA fails too.",
                 "reboot, or unload and load the module: sudo rmmod nvidia_uvm nvidia_drm nvidia_modeset nvidia; "
                 "sudo modprobe nvidia"),
@@ -60,8 +65,9 @@ _KINDS = (
                 "nvidia-smi shows the same error; look at dmesg"),
     FindingKind("visible-empty", "info", "GPUs hidden by CUDA_VISIBLE_DEVICES={value!r}",
                 "The variable is set but names no GPU.", "unset CUDA_VISIBLE_DEVICES"),
-    FindingKind("visible-bad-entry", "fail", "CUDA_VISIBLE_DEVICES={value!r}: entry {entry!r}: {why}. CUDA ignores it and all "
-                "entries after it; used: {used}",
+    FindingKind("visible-bad-entry", "fail",
+                "CUDA_VISIBLE_DEVICES={value!r}: entry {entry!r}: {why}. CUDA ignores it and all entries after it; "
+                "used: {used}",
                 "The variable names a GPU that this machine or container does not have.",
                 "correct CUDA_VISIBLE_DEVICES (nvidia-smi -L lists the GPUs)"),
     FindingKind("cuda-library-missing", "warn", "there is NVIDIA hardware, but libcuda.so.1 cannot be loaded",
@@ -74,10 +80,12 @@ _KINDS = (
                 "CUDA cannot open the GPUs: device files missing in a container, or exclusive mode with another user.",
                 "ls -l /dev/nvidia*; start the container with GPUs"),
     FindingKind("order-differs", "warn", "CUDA counts GPUs in another order than nvidia-smi: {order}",
-                "CUDA puts the fastest GPU first, NVML and nvidia-smi follow the bus. Indices of one are wrong in the other.",
+                "CUDA puts the fastest GPU first, NVML and nvidia-smi follow the bus. Indices of one are wrong in "
+                "the other.",
                 "export CUDA_DEVICE_ORDER=PCI_BUS_ID, or name GPUs by UUID"),
     FindingKind("pcie-width", "warn", "{gpu}: its link trained at x{width} of x{width_max}",
-                "Fewer lanes than the card has: half the width is half the bandwidth. The slot, a riser, or bifurcation.",
+                "Fewer lanes than the card has: half the width is half the bandwidth. The slot, a riser, or "
+                "bifurcation.",
                 "reseat the card; check the slot's wiring and the BIOS: sudo lspci -vv -s {pci} | grep LnkSta"),
     FindingKind("pcie-gen", "info", "{gpu}: PCIe generation {gen} now, {gen_max} possible",
                 "GPUs lower the link speed when idle; it matters only if it stays so under load.",

@@ -179,7 +179,8 @@ def likely_cause(snapshot: TopologySnapshot, check: Check) -> tuple[str, str]:
     if pair.nvlink:
         return "NVLink or its fabric", "nvidia-smi nvlink -s; sudo dmesg | grep -i xid"
     if host.virtual_machine:
-        return f"the hypervisor ({host.virtual_machine}) or ACS on its host", "on the host: sudo lspci -vvv | grep -i acsctl"
+        cause = f"the hypervisor ({host.virtual_machine}) or ACS on its host"
+        return cause, "on the host: sudo lspci -vvv | grep -i acsctl"
     if host.acs_redirect is None:
         return "ACS or IOMMU (unreadable without root)", "sudo lspci -vvv | grep -i acsctl; cat /proc/cmdline"
     return "the driver", "cat /proc/driver/nvidia/version; sudo dmesg | grep -i -e xid -e nvrm"

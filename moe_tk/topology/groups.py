@@ -19,7 +19,7 @@ MOST_GROUPS = 20_000
 class GroupChoice:
     """One possible group. seconds: dispatch plus combine of one layer, None when a rate is unknown.
 
-    protocol is the one it would get; when that waits for a probe, `expected` is used for the time and verified is False.
+    protocol is the one it would get; while that waits for a probe it is the expected one, and verified is False.
     """
 
     uuids: tuple[str, ...]
@@ -40,7 +40,8 @@ def rank_groups(snapshot: TopologySnapshot, probes: ProbeResults | None, size: i
     if not 1 <= size <= len(usable):
         raise ArgumentError(f"--group {size}: wanted 1 to {len(usable)}, the number of visible GPUs")
     if math.comb(len(usable), size) > MOST_GROUPS:
-        raise ArgumentError(f"--group {size} of {len(usable)} GPUs gives more than {MOST_GROUPS} groups: hide some GPUs "
+        raise ArgumentError(f"--group {size} of {len(usable)} GPUs gives more than {MOST_GROUPS} groups: hide some "
+                            f"GPUs "
                             "with CUDA_VISIBLE_DEVICES")
     choices = [_judge(snapshot, probes, group, shape) for group in itertools.combinations(usable, size)]
     return sorted(choices, key=lambda c: (c.seconds is None, c.seconds or 0.0, not c.verified))
@@ -51,8 +52,8 @@ def _judge(snapshot: TopologySnapshot, probes: ProbeResults | None, group: tuple
     verdict = decide(snapshot, probes, uuids=group)
     protocol = verdict.protocol if verdict.verified else verdict.expected or verdict.protocol
     seconds, origin, bottleneck = exchange_seconds(snapshot, probes, group, protocol, shape)
-    return GroupChoice(group, tuple(snapshot.label(uuid) for uuid in group), protocol, verdict.verified, seconds, origin,
-                       bottleneck, _why(snapshot, verdict))
+    return GroupChoice(group, tuple(snapshot.label(uuid) for uuid in group), protocol, verdict.verified, seconds,
+                       origin, bottleneck, _why(snapshot, verdict))
 
 
 def _why(snapshot: TopologySnapshot, verdict: Verdict) -> str:
@@ -61,7 +62,8 @@ def _why(snapshot: TopologySnapshot, verdict: Verdict) -> str:
     for pair in verdict.pairs:
         kind = pair_kind(snapshot, pair.a, pair.b)
         kinds[kind] = kinds.get(kind, 0) + 1
-    return ", ".join(f"{count} x {kind}" for kind, count in sorted(kinds.items(), key=lambda item: -item[1])) or "one GPU"
+    common_first = sorted(kinds.items(), key=lambda item: -item[1])
+    return ", ".join(f"{count} x {kind}" for kind, count in common_first) or "one GPU"
 
 
 def pair_kind(snapshot: TopologySnapshot, one: str, other: str) -> str:

@@ -157,7 +157,7 @@ def _iommu(files: Files, pci: list[str]) -> str | None:
 
 
 def _acs_redirect(files: Files, pci: list[str]) -> tuple[str, ...] | None:
-    """Bridges above the GPUs whose ACS control sends peer traffic to the root; None when none could be read (no root)."""
+    """Bridges above the GPUs whose ACS control sends peer traffic to the root; None when none could be read."""
     bridges = sorted({bridge for device in pci for bridge in _bridges_above(files, device)})
     readable = False
     redirecting = []

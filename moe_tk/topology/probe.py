@@ -129,8 +129,8 @@ def _copies(result: StepResult, name: Callable[[int], str]) -> list[Rate]:
     found = []
     for (source, target), gbs in zip(result.step["jobs"], result.data["gbs"], strict=True):
         pull = source == HOST_DEVICE
-        found.append(Rate(name(target if pull else source), name(source if pull else target), "pull" if pull else "push",
-                          "copy-engine", "copy", 0, result.step["load"], round(gbs, 3)))
+        src, dst, op = (target, source, "pull") if pull else (source, target, "push")
+        found.append(Rate(name(src), name(dst), op, "copy-engine", "copy", 0, result.step["load"], round(gbs, 3)))
     return found
 
 

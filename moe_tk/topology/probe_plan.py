@@ -1,4 +1,4 @@
-"""Which probes run, in which order: a list of plain steps for the probe child. Pure; devices are positions in a group."""
+"""Which probes run, in which order: plain steps for the probe child. Pure; devices are positions in a group."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Step = dict[str, Any]
 
 
 def quick_steps(count: int, bulk: Sequence[bool], linked: Sequence[tuple[int, int]]) -> list[Step]:
-    """Correctness and latency. bulk[i]: device i has bulk copies. linked: pairs i < j that claim peer access (or might).
+    """Correctness and latency. bulk[i]: device i has bulk copies. linked: pairs i < j that may have peer access.
 
     Data first, signals second, atomics last: what fails first explains what fails later.
     """
@@ -68,13 +68,15 @@ def _rate(load: str, movers: list[Step], size: int = RATE_BYTES) -> Step:
     return {"do": "rate", "load": load, "movers": movers, "bytes": size}
 
 
-def _pair_rates(bulk: Sequence[bool], linked: Sequence[tuple[int, int]], sweep: Sequence[int], count: int) -> list[Step]:
+def _pair_rates(bulk: Sequence[bool], linked: Sequence[tuple[int, int]], sweep: Sequence[int],
+                count: int) -> list[Step]:
     """Every pair alone, one way and both ways. Two GPUs get the whole sweep; more get a few SM counts each."""
     counts = sweep if count == 2 else FEW_SM_COUNTS
     payloads = ("copy", "wire") if count == 2 else ("copy",)
     steps = []
     for one, other in linked:
-        for engine, op, payload, sms in itertools.product(_engines(bulk, one, other), ("push", "pull"), payloads, counts):
+        engines = _engines(bulk, one, other)
+        for engine, op, payload, sms in itertools.product(engines, ("push", "pull"), payloads, counts):
             forth = _mover(one, op, engine, payload, sms, [other])
             back = _mover(other, op, engine, payload, sms, [one])
             steps += [_rate("alone", [forth]), _rate("alone", [back]), _rate("both-ways", [forth, back])]
@@ -130,7 +132,7 @@ def _host_rates(count: int, bulk: Sequence[bool]) -> list[Step]:
 
 
 def _interference(count: int, bulk: Sequence[bool], linked: Sequence[tuple[int, int]]) -> list[Step]:
-    """GEMMs on all GPUs beside movers on all GPUs; each GPU moves to or from one peer, or host memory when it has none."""
+    """GEMMs on all GPUs beside movers on all GPUs; each moves to or from one peer, or host memory if it has none."""
     peers = {}
     for device in range(count):
         reach = [b if a == device else a for a, b in linked if device in (a, b)]

@@ -94,8 +94,8 @@ def run_steps(steps: Sequence[Step], *, library: str, devices: int, environ: Map
               progress: Callable[[int, int, Step], None] | None = None) -> list[StepResult]:
     """Run every step in order; always returns one result for each, in bounded time (limits.total_s and one step).
 
-    A child that hangs is killed and a new one goes on; the pair it hung on is left alone afterwards. After an error that
-    poisoned a CUDA context a new child starts too.
+    A child that hangs is killed and a new one goes on; the pair it hung on is left alone afterwards. After an error
+    that poisoned a CUDA context a new child starts too.
     """
     run = _Run(list(steps), library, devices, environ, limits, list(command or child_command()), progress)
     return run.all()
@@ -135,7 +135,7 @@ class _Run:
             self.results[number] = StepResult(self.steps[number], "skipped", text=why)
 
     def _one_child(self, left: list[int]) -> bool:
-        """Feed one child all that is left, until it is through, fails or hangs. False when nothing can be run at all."""
+        """Feed one child all that is left, until it is through, fails or hangs. False when nothing can be run."""
         plan = {"library": self.library, "devices": self.devices, "steps": [[n, self.steps[n]] for n in left],
                 "limit_s": self.limits.step_s * _IN_KERNEL_SHARE}
         child = _Child(self.command, self.environ, plan)

@@ -44,9 +44,9 @@ class Rate:
     """One measured bandwidth, GB/s = 1e9 bytes/s, of the traffic that src's SMs (or copy engine) move to or from dst.
 
     op: "push" writes to dst, "pull" reads from dst. engine: "words", "bulk", "copy-engine". payload: "copy" moves real
-    bytes from memory to memory, "wire" leaves out the local side. sms: 0 for the copy engine. load: "alone", "both-ways"
-    (dst does the same to src), "duplex" (push and pull of one GPU at once), "all" (every GPU to every other; the number
-    is the total of src over all its peers, dst is "all").
+    bytes from memory to memory, "wire" leaves out the local side. sms: 0 for the copy engine. load: "alone",
+    "both-ways" (dst does the same to src), "duplex" (push and pull of one GPU at once), "all" (every GPU to every
+    other; the number is the total of src over all its peers, dst is "all").
     """
 
     src: str

@@ -1,4 +1,4 @@
-"""Takes a TopologySnapshot: NVML in this process, CUDA in a child, files for the rest. Never raises for what it reads."""
+"""Takes a TopologySnapshot: NVML in this process, CUDA in a child, files for the rest. Never raises."""
 
 from __future__ import annotations
 

@@ -68,10 +68,14 @@ PAIR_REASONS = (
     Reason("pair-mismatch", "warn", "{pair}: peer access is claimed, but reading back found wrong data ({detail})",
            lambda i: "mismatch" in (i["forward"], i["backward"]),
            "direct access that reads back right: see the command in the list below",
-           "The driver says that the GPUs may address each other, but what one wrote did not arrive. Usually the platform "
-           "redirects or drops the transfers: ACS on a PCIe bridge, a translating IOMMU, a virtual machine, or the driver.",
-           "Check ACS with `sudo lspci -vvv | grep -i acsctl` (look for ReqRedir+), the IOMMU with `cat /proc/cmdline` and "
-           "`dmesg | grep -i iommu`; turn ACS redirect off or boot with iommu=pt, then run moe_tk doctor --probe again."),
+           "The driver says that the GPUs may address each other, but what one wrote did not arrive. Usually the "
+           "platform "
+           "redirects or drops the transfers: ACS on a PCIe bridge, a translating IOMMU, a virtual machine, or the "
+           "driver.",
+           "Check ACS with `sudo lspci -vvv | grep -i acsctl` (look for ReqRedir+), the IOMMU with `cat "
+           "/proc/cmdline` and "
+           "`dmesg | grep -i iommu`; turn ACS redirect off or boot with iommu=pt, then run moe_tk doctor --probe "
+           "again."),
     Reason("pair-timeout", "warn", "{pair}: the probe hung and was killed after {limit} s",
            lambda i: "timeout" in (i["forward"], i["backward"]),
            "direct access that answers in time",
@@ -111,10 +115,12 @@ PAIR_REASONS = (
            "NVML that says whether this is NVLink",
            "Direct access was verified, but nothing says what the link is. PCIe rules are safe on any link.",
            "Make NVML usable (see the nvml- entries) if this machine has NVLink."),
-    Reason("pair-unverified", "warn", "{pair}: the driver claims peer access ({expected}), but nothing was verified yet",
+    Reason("pair-unverified", "warn", "{pair}: the driver claims peer access ({expected}), but nothing was verified "
+                                      "yet",
            lambda i: i["claimed"] is True and not _pair_open(i),
            "a probe that reads back right: {expected}",
-           "Capability is only a hint: some machines drop the writes. Until a probe has read back right, the pair counts "
+           "Capability is only a hint: some machines drop the writes. Until a probe has read back right, the pair "
+           "counts "
            "as having no peer access.", "Run moe_tk doctor --probe (the layer does the same check when it is built)."),
     Reason("pair-unknown", "warn", "{pair}: nobody could say whether they have peer access",
            lambda i: i["claimed"] is None and not _pair_open(i),
@@ -124,17 +130,21 @@ PAIR_REASONS = (
 )
 
 GROUP_REASONS = (
-    Reason("no-gpu", "good", "no NVIDIA GPU here: the CPU backend is used", lambda i: i["gpus"] == 0 and not i["hardware"],
-           "a GPU", "There is no GPU; the layer runs on the CPU over shared memory, with the same API.", "Nothing to do."),
+    Reason("no-gpu", "good", "no NVIDIA GPU here: the CPU backend is used",
+           lambda i: i["gpus"] == 0 and not i["hardware"], "a GPU",
+           "There is no GPU; the layer runs on the CPU over shared memory, with the same API.",
+           "Nothing to do."),
     Reason("gpus-hidden", "good", "GPUs hidden by CUDA_VISIBLE_DEVICES={value}: the CPU backend is used",
            lambda i: i["hidden"] is True,
            "CUDA_VISIBLE_DEVICES unset, or naming a GPU",
            "The variable is set but names no GPU, so CUDA shows none.", "Unset CUDA_VISIBLE_DEVICES to use the GPUs."),
-    Reason("gpus-unusable", "warn", "there is NVIDIA hardware, but CUDA shows no GPU ({cause}): the CPU backend is used",
+    Reason("gpus-unusable", "warn", "there is NVIDIA hardware, but CUDA shows no GPU ({cause}): the CPU backend is "
+                                    "used",
            lambda i: i["gpus"] == 0 and i["hardware"] and not i["hidden"],
            "a CUDA driver that works",
            "Hardware or device files are there, but this process cannot use them.",
-           "See the list: the library is missing, the driver is not loaded or does not fit, or the container has no GPUs."),
+           "See the list: the library is missing, the driver is not loaded or does not fit, or the container has no "
+           "GPUs."),
     Reason("one-gpu", "good", "one rank on {gpu}: there is no pair to connect", lambda i: i["world"] == 1,
            "a second rank", "With one rank all signals stay in its own memory; the simplest GPU protocol is used.",
            "Nothing to do."),
@@ -187,12 +197,14 @@ GROUP_REASONS = (
            "Choose GPUs that have it (moe_tk doctor --group N), or accept host memory."),
     Reason("unverified", "warn", "not verified yet: {expected} is expected; until then data goes through host memory",
            lambda i: i["unverified_pairs"] > 0 and i["vetoed"] == [] and i["blocked"] == [],
-           "moe_tk doctor --probe that reads back right: {expected}",
-           "The driver claims direct access, or says nothing, and no probe has verified it on this boot of this machine.",
+           "moe_tk doctor --probe, if all reads back right: {expected}",
+           "The driver claims direct access, or says nothing, and no probe has verified it on this boot of this "
+           "machine.",
            "Run moe_tk doctor --probe once; the result is kept. The layer runs the same check when it is built."),
     Reason("forced", "info", "{protocol} was asked for by {by}; without that it would be {natural} ({natural_reason})",
            lambda i: i["protocol"] == i["asked"] and i["conflict"] == "",
-           "unset {by}", "A person chose the protocol, and it can work here.", "Nothing to do, if this is what you want."),
+           "unset {by}", "A person chose the protocol, and it can work here.",
+           "Nothing to do, if this is what you want."),
     Reason("forced-against-evidence", "warn",
            "{protocol} was asked for by {by}, but {conflict}; without that it would be {natural} ({natural_reason})",
            lambda i: i["protocol"] == i["asked"] and i["conflict"] != "" and not i["impossible"],

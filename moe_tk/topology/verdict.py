@@ -19,6 +19,7 @@ from moe_tk.topology.reasons import REASONS, fill
 
 PROTOCOLS = ("nvlink", "pcie", "staged", "shm")
 _VETO = ("pair-mismatch", "pair-timeout", "pair-probe-failed")
+_BLOCKED = ("pair-no-peer", "slice-no-peer", "same-gpu")
 _UNVERIFIED = ("pair-unverified", "pair-unknown")
 
 
@@ -65,7 +66,7 @@ class Verdict:
     def require(self) -> Verdict:
         """This verdict, or TopologyError with its text when a layer must not start."""
         if not self.usable:
-            raise TopologyError(f"{self.text}. {REASONS[self.reason].fix}")
+            raise TopologyError(f"{self.text}. {fill(REASONS[self.reason].fix, self.inputs)}")
         return self
 
 
@@ -198,7 +199,7 @@ def _group_inputs(snapshot: TopologySnapshot, probes: ProbeResults | None, group
         "other_pairs": sum(pair.protocol != "nvlink" for pair in pairs),
         "staged_pairs": sum(pair.protocol == "staged" for pair in pairs),
         "unverified_pairs": sum(pair.reason in _UNVERIFIED for pair in pairs),
-        "vetoed": named(*_VETO), "blocked": named("pair-no-peer", "slice-no-peer", "same-gpu"),
+        "vetoed": named(*_VETO), "blocked": named(*_BLOCKED),
         "slow": named("pair-host-faster"), "expected": _expected(pairs),
         "islands": ["{" + ", ".join(island) + "}" for island in islands],
         "peer_gbs": min(r.gbs for r in rates if r.gbs is not None) if measured else None,
@@ -282,7 +283,7 @@ def _conflict(natural: Verdict, asked: str) -> tuple[str, bool]:
         return "no GPU can be used", True
     if asked == "staged" or natural.world == 1:
         return "", False
-    blocked = [str(p.inputs["pair"]) for p in natural.pairs if p.reason in ("pair-no-peer", "slice-no-peer", "same-gpu")]
+    blocked = [str(p.inputs["pair"]) for p in natural.pairs if p.reason in _BLOCKED]
     if blocked:
         return f"there is no peer access for {', '.join(blocked)}", True
     vetoed = [str(p.inputs["pair"]) for p in natural.pairs if p.reason in _VETO]

@@ -1,4 +1,4 @@
-"""Fixtures of the doctor's tests: recorded machines, and GPUs where there are some (found without torch or a context)."""
+"""Fixtures of the doctor's tests: recorded machines, and GPUs where there are some (found without a context)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A fake NVML with the interface of the real binding (module `pynvml`) that replays a recorded machine.
 
-Like the real one it has constants, an NVMLError with `value`, a lazily loaded `nvmlLib`, struct types that are filled in
-place, and some answers as bytes. A recorded machine is a dict (see machines.py); what it does not tell is NotSupported.
+Like the real one it has constants, an NVMLError with `value`, a lazily loaded `nvmlLib`, struct types that are filled
+in place, and some answers as bytes. A recorded machine is a dict (see machines.py); what it does not tell is not
+supported.
 """
 
 from __future__ import annotations

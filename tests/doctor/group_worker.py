@@ -9,8 +9,8 @@ from pathlib import Path
 import machines
 
 
-def rank_main(rank: int, world: int, folder: str, machine_name: str, environs: list[dict[str, str]], device: list[int | None],
-              how: dict, results) -> None:
+def rank_main(rank: int, world: int, folder: str, machine_name: str, environs: list[dict[str, str]],
+              device: list[int | None], how: dict, results) -> None:
     """Joins a gloo group, asks moe_tk.doctor, and puts (rank, "ok" | error class, what) into the queue."""
     try:
         import os

@@ -1,4 +1,4 @@
-"""Recorded machines: JSON files of public facts, replayed through a fake NVML, a fake CUDA child and a fake file tree."""
+"""Recorded machines: JSON files of public facts, replayed by a fake NVML, a fake CUDA child and a fake file tree."""
 
 from __future__ import annotations
 
@@ -85,7 +85,8 @@ def cuda_answers(machine: dict[str, Any], environ: dict[str, str]) -> dict[str, 
     for one, left in enumerate(shown):
         for other, right in enumerate(shown):
             if one != other:
-                peers.append({"from": one, "to": other, "access": _access(machine, left, right), "native_atomics": None})
+                access = _access(machine, left, right)
+                peers.append({"from": one, "to": other, "access": access, "native_atomics": None})
     return {"state": "ok" if devices else "no-device", "error": "" if devices else "CUDA_ERROR_NO_DEVICE",
             "version": cuda.get("version"), "devices": devices, "peers": peers}
 
@@ -138,8 +139,8 @@ def recorded_rates(machine: dict[str, Any]) -> tuple[Rate, ...]:
     def name(end: int | str) -> str:
         return machine["gpus"][end]["uuid"] if isinstance(end, int) else HOST if end == "host" else end
 
-    return tuple(Rate(name(r["src"]), name(r["dst"]), r["op"], r["engine"], r.get("payload", "copy"), r["sms"], r["load"],
-                      r["gbs"]) for r in machine.get("rates", []))
+    return tuple(Rate(name(r["src"]), name(r["dst"]), r["op"], r["engine"], r.get("payload", "copy"), r["sms"],
+                      r["load"], r["gbs"]) for r in machine.get("rates", []))
 
 
 def with_check(probes: ProbeResults, src: str, dst: str, **changed: Any) -> ProbeResults:

@@ -19,7 +19,7 @@ def sections() -> str:
         lines += [f"### {title}", ""]
         for reason in reasons:
             inputs = reason_examples.REASONS[reason.id]
-            lines += entry(reason.id, reason.level, fill(reason.says, inputs), reason.meaning, reason.fix,
+            lines += entry(reason.id, reason.level, fill(reason.says, inputs), reason.meaning, fill(reason.fix, inputs),
                            f"Changes with: {fill(reason.change, inputs)}.")
     lines += ["### Findings", ""]
     for kind in KINDS.values():

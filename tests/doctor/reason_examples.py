@@ -4,7 +4,8 @@ from __future__ import annotations
 
 PAIR = {"pair": "GPU 0 - GPU 1", "gpu": "GPU 0", "physical_a": "a", "physical_b": "b", "slices": 0, "nvlink": False,
         "links": 0, "ancestor": "PIX", "claimed": True, "cause": "", "forward": None, "backward": None, "detail": "",
-        "limit": 20.0, "lossy": False, "sent": None, "lost": 0, "peer_gbs": None, "staged_gbs": None, "expected": "pcie"}
+        "limit": 20.0, "lossy": False, "sent": None, "lost": 0, "peer_gbs": None, "staged_gbs": None,
+        "expected": "pcie"}
 OPEN = {"forward": "ok", "backward": "ok"}
 GROUP = {"gpus": 4, "world": 4, "visible": 4, "hardware": True, "hidden": False, "value": None, "cause": "ok",
          "gpu": "GPU 0", "uuids": list("abcd"), "physical": list("abcd"), "ranks": [], "slices": 0, "pairs": 6,
@@ -47,7 +48,8 @@ REASONS = {
     "forced-against-evidence": {
         **FORCED, "conflict": "remote atomics may lose increments without NVLink (GPU 0 - GPU 2)"},
     "forced-impossible": {**FORCED, "protocol": "pcie", "asked": "pcie", "natural": "staged", "impossible": True,
-                          "natural_reason": "some-pair-no-peer", "conflict": "there is no peer access for GPU 0 - GPU 1"},
+                          "natural_reason": "some-pair-no-peer",
+                          "conflict": "there is no peer access for GPU 0 - GPU 1"},
 }
 
 PROBED = {"pair": "GPU 0 -> GPU 1", "what": "push words", "limit": 20.0, "cause": "ACS redirect on 0000:16:01.0",
@@ -89,7 +91,8 @@ FINDINGS = {
     "failed-queries": {"count": 2, "first": "nvmlDeviceGetMemoryInfo(0): Not Supported"},
     "bad-fork": {},
     "nvcc-missing": {"why": "no CUDA toolkit can build sm_90a: nvcc 11.5 at /usr/bin/nvcc (PATH): too old"},
-    "nvcc-torch-major": {"text": "nvcc 13.0 at /usr/local/cuda/bin/nvcc (PATH): built for CUDA 13, but torch for CUDA 12.9"},
+    "nvcc-torch-major": {"text": "nvcc 13.0 at /usr/local/cuda/bin/nvcc (PATH): built for CUDA 13, but torch for "
+                                 "CUDA 12.9"},
     "nvcc-headers-minor": {"text": "nvcc is 13.3 but its headers are 13.0: install both from one release"},
     "tool-missing": {"what": "ninja", "why": "neither installed as a Python package nor on PATH",
                      "fix": "python -m pip install ninja"},

@@ -47,7 +47,8 @@ def saved(tmp_path):
 def test_cpu_machine_says_so_in_one_line(monkeypatch, capsys, cache_dir):
     from moe_tk.topology.facts import HostFacts, TopologySnapshot
 
-    empty = TopologySnapshot(host=HostFacts(nvidia_hardware=False, nvml_state="nvml-library-missing", cuda_state="no-library"))
+    empty = TopologySnapshot(host=HostFacts(nvidia_hardware=False, nvml_state="nvml-library-missing",
+                                            cuda_state="no-library"))
     monkeypatch.setattr("moe_tk.diagnose.read_machine", lambda environ=None: empty)
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out
@@ -176,4 +177,5 @@ def test_probe_without_a_compiler_is_a_warning(doctor, monkeypatch):
 
 
 def test_age_in_words():
-    assert [age_words(s) for s in (5, 60, 200, 7200, 90000)] == ["5 seconds", "1 minute", "3 minutes", "2 hours", "1 day"]
+    words = [age_words(s) for s in (5, 60, 200, 7200, 90000)]
+    assert words == ["5 seconds", "1 minute", "3 minutes", "2 hours", "1 day"]

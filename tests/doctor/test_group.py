@@ -6,6 +6,7 @@ import multiprocessing
 import queue
 import subprocess
 import sys
+import tempfile
 
 import group_worker
 import machines
@@ -23,10 +24,11 @@ def ranks(tmp_path):
     def run(machine, environs, device=None, **how):
         spawn = multiprocessing.get_context("spawn")
         results = spawn.Queue()
+        folder = tempfile.mkdtemp(dir=tmp_path)  # a file store must be new for every group
         world = len(environs)
         device = device or [None] * world
         workers = [spawn.Process(target=group_worker.rank_main,
-                                 args=(rank, world, str(tmp_path), machine, environs, device, how, results))
+                                 args=(rank, world, folder, machine, environs, device, how, results))
                    for rank in range(world)]
         for worker in workers:
             worker.start()
@@ -101,5 +103,6 @@ def test_without_a_group_it_is_this_machine(machine_snapshot, monkeypatch, cache
 
 
 def test_doctor_stays_a_function_after_its_modules_are_imported():
-    code = ("import moe_tk.diagnose, moe_tk.cli.doctor, moe_tk.topology.report\nimport moe_tk\nassert callable(moe_tk.doctor)")
+    code = ("import moe_tk.diagnose, moe_tk.cli.doctor, moe_tk.topology.report\nimport moe_tk\nassert "
+            "callable(moe_tk.doctor)")
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

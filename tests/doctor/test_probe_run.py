@@ -6,7 +6,6 @@ import os
 import sys
 import time
 
-import machines
 import pytest
 
 from moe_tk.topology.child import run_child
@@ -19,7 +18,8 @@ from moe_tk.topology.verdict import decide
 FAKE_CHILD = """
 import json, os, sys, time
 plan = json.load(sys.stdin)
-ok = {"verify": {"status": "ok"}, "signal": {"status": "ok", "value": 1.3}, "atomics": {"status": "ok", "sent": 5, "counted": 5},
+ok = {"verify": {"status": "ok"}, "signal": {"status": "ok", "value": 1.3},
+      "atomics": {"status": "ok", "sent": 5, "counted": 5},
       "rate": {"gbs": [10.0] * 8}, "copy": {"gbs": [20.0] * 8},
       "gemm": {"parked_us": [100.0] * 4, "gemm_us": [110.0] * 4, "gbs": [5.0] * 4}}
 acts = json.loads(os.environ.get("FAKE_ACTS", "{}"))
@@ -36,7 +36,9 @@ for number, step in plan["steps"]:
     if act == "noise": print("some library says hello", flush=True)
     if act == "error": say(end=number, error="cudaErrorIllegalAddress (an illegal address)"); break
     if act == "refuse": say(end=number, error="GPU 0 cannot map GPU 1 (no peer access)"); continue
-    if act == "bad": say(end=number, result={"status": "mismatch", "offset": 4096, "seen": "0xa5", "wanted": "0x17", "bad_words": 2}); continue
+    if act == "bad":
+        say(end=number, result={"status": "mismatch", "offset": 4096, "seen": "0xa5", "wanted": "0x17", "bad_words": 2})
+        continue
     count = len(step.get("movers", step.get("jobs", [])))
     result = {k: v[:count] if k == "gbs" else v for k, v in ok[step["do"]].items()}
     say(end=number, result=result)
@@ -107,7 +109,8 @@ def test_a_child_that_dies_is_an_error_of_that_pair(probe):
 def test_an_error_is_told_and_the_rest_goes_on(probe):
     snapshot, uuids, probes = probe(world=3, verify_push_02="error")
     reasons = {pair.inputs["pair"]: pair.reason for pair in decide(snapshot, probes, uuids=uuids).pairs}
-    assert reasons == {"GPU 0 - GPU 1": "pair-nvlink", "GPU 0 - GPU 2": "pair-probe-failed", "GPU 1 - GPU 2": "pair-pcie"}
+    assert reasons == {"GPU 0 - GPU 1": "pair-nvlink", "GPU 0 - GPU 2": "pair-probe-failed",
+                       "GPU 1 - GPU 2": "pair-pcie"}
     assert any("illegal address" in check.detail for check in probes.checks)
 
 
@@ -115,7 +118,8 @@ def test_sym_04_a_mapping_that_is_refused_is_no_peer_access(probe):
     """The library says "GPU 0 cannot map GPU 1 (no peer access)", not CUDA's "invalid device ordinal"."""
     snapshot, uuids, probes = probe(verify="refuse", signal="refuse", atomics="refuse")
     assert decide(snapshot, probes, uuids=uuids).pairs[0].reason == "pair-no-peer"
-    assert {check.detail for check in probes.checks if check.kind == "push"} == {"GPU 0 cannot map GPU 1 (no peer access)"}
+    details = {check.detail for check in probes.checks if check.kind == "push"}
+    assert details == {"GPU 0 cannot map GPU 1 (no peer access)"}
 
 
 def test_wrong_data_carries_offset_and_values(probe):
@@ -175,7 +179,8 @@ def test_run_steps_always_answers_for_every_step(tmp_path):
 
 def test_child_is_killed_with_its_children(tmp_path):
     marker = tmp_path / "pid"
-    code = (f"import subprocess, sys, time\np = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    code = (f"import subprocess, sys, time\np = subprocess.Popen([sys.executable, '-c', 'import time; "
+            f"time.sleep(60)'])\n"
             f"open({str(marker)!r}, 'w').write(str(p.pid))\ntime.sleep(60)")
     ended = run_child([sys.executable, "-c", code], 1.5)
     assert ended.how == "timeout" and ended.seconds < 5

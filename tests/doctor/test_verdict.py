@@ -322,7 +322,8 @@ def worlds(draw):
                     rates.append(Rate(src, dst, "push", "words", "copy", 4, "alone", draw(st.floats(1, 100))))
             checks.append(Check("atomics", *ends, draw(st.sampled_from(["ok", "lost"])), sent=10, counted=9))
     for gpu in gpus:
-        rates += [Rate(gpu.uuid, HOST, op, "words", "copy", 4, "all", draw(st.floats(1, 100))) for op in ("push", "pull")]
+        rates += [Rate(gpu.uuid, HOST, op, "words", "copy", 4, "all", draw(st.floats(1, 100)))
+                  for op in ("push", "pull")]
         rates.append(Rate(gpu.uuid, "all", "push", "words", "copy", 4, "all", draw(st.floats(1, 100))))
     problems = draw(st.sampled_from([(), (Problem("visible-empty", {"value": ""}),)])) if not count else ()
     snapshot = TopologySnapshot(gpus=gpus, pairs=tuple(pairs), problems=problems, host=HostFacts(
@@ -332,9 +333,9 @@ def worlds(draw):
     group = draw(st.sampled_from([None, *([list(draw(st.permutations([g.uuid for g in gpus])))[:2]] if count else [])]))
     if group and draw(st.integers(0, 4)) == 0:
         group = [group[0]] * 2
-    return snapshot, probes, {"uuids": group, "world": draw(st.sampled_from([None, 1, 2, 4])) if group is None else None,
-                              "override": draw(st.sampled_from([None, None, *PROTOCOLS])),
-                              "allow_shared": draw(st.booleans())}
+    world = draw(st.sampled_from([None, 1, 2, 4])) if group is None else None
+    override = draw(st.sampled_from([None, None, *PROTOCOLS]))
+    return snapshot, probes, {"uuids": group, "world": world, "override": override, "allow_shared": draw(st.booleans())}
 
 
 @settings(max_examples=500, deadline=None)
