@@ -27,12 +27,13 @@ part "machine" 60 bash -c 'uname -a; $0 --version; nvidia-smi; nvidia-smi topo -
     nvidia-smi nvlink -s -i 0 | head -4; nvidia-smi nvlink -R -i 0 | head -4; which nvcc; cat /proc/driver/nvidia/version; exit 0' "$python"
 part "build" 240 "$python" -c 'from moe_tk.topology.probe import build_probe_library; print(build_probe_library(["sm_90"]))'
 part "record" 60 bash -c "$python tests/doctor/record_machine.py '2 x H200 on NVSwitch, in a virtual machine' > '$out/h200_x2.json'"
-part "report without probes" 90 bash -c "$python -m moe_tk.cli doctor --json --debug > '$out/doctor_unprobed.json'"
-part "quick" 90 bash -c "$python -m moe_tk.cli doctor --probe quick --debug --width 100"
-part "probe" 200 bash -c "$python -m moe_tk.cli doctor --probe --json --debug --limit 150 --group 2 --save '$out/doctor_h200_x2.json' > /dev/null"
-part "kept, 80 columns" 60 bash -c "$python -m moe_tk.cli doctor --debug --width 80 --group 2 | tee '$out/doctor_80.txt'"
-part "kept, 160 columns" 60 bash -c "$python -m moe_tk.cli doctor --debug --width 160 --group 2 > '$out/doctor_160.txt'"
+part "report without probes" 90 bash -c "$python -m moe_tk doctor --json --debug > '$out/doctor_unprobed.json'"
+part "quick" 90 bash -c "$python -m moe_tk doctor --probe quick --debug --width 100"
+part "probe" 200 bash -c "$python -m moe_tk doctor --probe --json --debug --limit 150 --group 2 --save '$out/doctor_h200_x2.json' > /dev/null"
+part "kept, 80 columns" 60 bash -c "$python -m moe_tk doctor --debug --width 80 --group 2 | tee '$out/doctor_80.txt'"
+part "kept, 160 columns" 60 bash -c "$python -m moe_tk doctor --debug --width 160 --group 2 > '$out/doctor_160.txt'"
 part "GPU tests" 240 "$python" -m pytest -q -p no:cacheprovider -m "gpu or multi_gpu" tests/doctor \
     --junitxml="$out/gpu_tests.xml"
 echo "=== summary"
 printf '%s\n' "${summary[@]}"
+sleep 1 # the log's tee

@@ -121,7 +121,8 @@ def doctor(group: Any = None, *, device: int | None = None, probe: str | None = 
            use_cache: bool = True, allow_shared: bool = False) -> Report:
     """The doctor's report for the ranks of `group`, the same on every rank; for this machine alone without a group.
 
-    group: a ProcessGroup or one-dimensional DeviceMesh; every rank of it must call this. device: CUDA index of this
+    group: a ProcessGroup or one-dimensional DeviceMesh; every rank of it must call this. None means the default group
+    if torch.distributed is initialised, else no group. device: CUDA index of this
     rank's GPU (default: torch's current device if CUDA is initialised, else LOCAL_RANK, else the only visible one).
     probe: None uses what is kept from earlier probes, "quick" or "full" runs them on rank 0. allow_shared: two ranks
     may share a GPU (emulation).
@@ -129,6 +130,7 @@ def doctor(group: Any = None, *, device: int | None = None, probe: str | None = 
     Raises TopologyError on every rank when two ranks have one GPU (naming both and it), when ranks are on different
     machines, or when only some have a GPU.
     """
+    group = _default_group() if group is None else group
     if group is None:
         return diagnose(probe=probe, protocol=protocol, use_cache=use_cache)
     from moe_tk.diagnose_group import gather
@@ -151,6 +153,11 @@ def doctor(group: Any = None, *, device: int | None = None, probe: str | None = 
         if ranks.rank == 0 and report.verdict.protocol == "nvlink" and report.verdict.multicast is not True:
             _log.info("moe_tk: multicast variants stay off: %s", report.verdict.multicast_why)
     return report
+
+
+def _default_group() -> Any:
+    dist = sys.modules.get("torch.distributed")
+    return dist.group.WORLD if dist is not None and dist.is_available() and dist.is_initialized() else None
 
 
 def check_ranks(cards: Sequence[Mapping[str, Any]], allow_shared: bool = False) -> None:

@@ -84,7 +84,7 @@ def test_matrix_and_verdict_are_on_the_first_screen(saved, capsys):
 
 
 def test_colours_only_on_a_terminal(saved, tmp_path):
-    piped = subprocess.run([sys.executable, "-m", "moe_tk.cli", "doctor", "--snapshot", saved("h100_x8_nvswitch")],
+    piped = subprocess.run([sys.executable, "-m", "moe_tk", "doctor", "--snapshot", saved("h100_x8_nvswitch")],
                            capture_output=True, text=True, env={**os.environ, "PYTHONPATH": os.getcwd()}, timeout=60)
     assert piped.returncode == 0 and "\x1b[" not in piped.stdout, piped.stderr
     machine = machines.load("h100_x8_nvswitch")
