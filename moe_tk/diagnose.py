@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import moe_tk
-from moe_tk.config import env, environment
+from moe_tk.config import environment
 from moe_tk.errors import ArgumentError, TopologyError
 from moe_tk.topology.cache import cache_key, load_cached, store_cached
 from moe_tk.topology.facts import Problem, TopologySnapshot, short_uuid
@@ -25,6 +25,7 @@ from moe_tk.topology.probes import ProbeResults
 from moe_tk.topology.reader import take_snapshot
 from moe_tk.topology.report import Report, make_report
 from moe_tk.topology.verdict import decide
+from moe_tk.topology.wishes import chosen_protocol
 
 _log = logging.getLogger("moe_tk")
 
@@ -85,13 +86,6 @@ def diagnose(*, probe: str | None = None, world: int | None = None, uuids: Seque
                        allow_shared=allow_shared, extra=extra, seconds=time.monotonic() - began, **origin)
 
 
-def chosen_protocol(argument: str | None) -> tuple[str | None, str]:
-    """(what a person wants or None, where they said so): the argument counts before MOE_TK_PROTOCOL."""
-    if argument not in (None, "auto"):
-        return argument, "the argument protocol"
-    return env("MOE_TK_PROTOCOL"), "MOE_TK_PROTOCOL"
-
-
 def _evidence(snapshot: TopologySnapshot, group: Sequence[str], environ: Mapping[str, str], depth: str | None,
               use_cache: bool, limits: Limits, progress: Callable[[int, int, dict[str, Any]], None] | None
               ) -> tuple[ProbeResults | None, dict[str, Any], list[Finding]]:
@@ -144,7 +138,8 @@ def doctor(group: Any = None, *, device: int | None = None, probe: str | None = 
 
         def make() -> Report:
             if uuids[0] is None:
-                return make_report(own, world=len(cards), uuids=(), override=protocol)
+                wish, by = chosen_protocol(protocol)
+                return make_report(own, world=len(cards), uuids=(), override=wish, override_by=by)
             environ = {**environment(), "CUDA_VISIBLE_DEVICES": ",".join(dict.fromkeys(uuids))}
             return diagnose(probe=probe, uuids=uuids, protocol=protocol, use_cache=use_cache, allow_shared=allow_shared,
                             environ=environ)

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from moe_tk.config import env
-from moe_tk.diagnose import chosen_protocol, diagnose
+from moe_tk.diagnose import diagnose
 from moe_tk.errors import MoETkError
 from moe_tk.topology.findings import WILL_NOT_WORK
 from moe_tk.topology.probe_run import Limits
 from moe_tk.topology.report import Report, facts_from_json, make_report, report_to_json
+from moe_tk.topology.wishes import PROTOCOLS, chosen_protocol
 
-PROTOCOL_CHOICES = ("auto", "nvlink", "pcie", "staged", "shm")
+PROTOCOL_CHOICES = ("auto", *PROTOCOLS)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_tk.config import env
-from moe_tk.errors import ArgumentError, TopologyError
+from moe_tk.errors import ArgumentError
+from moe_tk.topology.verdict import decide_cpu
 
 PATTERNS = ("auto", "mega", "two_kernel", "serial")
-PROTOCOLS = ("auto", "nvlink", "pcie", "staged", "shm")
 ROW_BLOCK = 32
 COLUMN_BLOCK = 64
 JOB_CHUNK = 32
@@ -49,19 +48,10 @@ def _one_of(name: str, value: str, valid: tuple[str, ...]) -> str:
 
 
 def choose_protocol(protocol: str, reasons: list[str]) -> str:
-    """The protocol of the CPU back end: shm, unless the caller or MOE_TK_PROTOCOL insists on one that needs GPUs."""
-    _one_of("protocol", protocol, PROTOCOLS)
-    forced = env("MOE_TK_PROTOCOL")
-    if protocol == "auto" and forced:
-        protocol = _one_of("MOE_TK_PROTOCOL", forced, PROTOCOLS)
-        reasons.append(f"protocol {protocol}: set by MOE_TK_PROTOCOL")
-    if protocol == "auto":
-        reasons.append("protocol shm: the tensors of this layer are on the CPU")
-        return "shm"
-    if protocol != "shm":
-        raise TopologyError(f"protocol {protocol!r} moves data between GPUs, but this layer runs on the CPU back end: "
-                            "use protocol='shm' or 'auto'")
-    return protocol
+    """The protocol of a layer on the CPU back end: the topology's verdict, which minds the argument and MOE_TK_PROTOCOL."""
+    verdict = decide_cpu(protocol).require()
+    reasons.append(f"protocol {verdict.protocol}: {verdict.text}")
+    return verdict.protocol
 
 
 def make_plan(*, pattern: str, protocol: str, max_tokens: int, cores: int, world: int, segments: int | None = None,

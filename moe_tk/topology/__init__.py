@@ -20,17 +20,18 @@ if TYPE_CHECKING:
     from moe_tk.topology.probes import ProbeResults
     from moe_tk.topology.reader import take_snapshot
     from moe_tk.topology.report import Report, make_report
-    from moe_tk.topology.verdict import PairVerdict, Verdict, decide
+    from moe_tk.topology.verdict import PairVerdict, Verdict, decide, decide_cpu
 
 _HOME = {
     "GpuFacts": "facts", "HostFacts": "facts", "PairFacts": "facts", "TopologySnapshot": "facts",
     "snapshot_from_json": "facts", "snapshot_to_json": "facts", "ProbeResults": "probes", "take_snapshot": "reader",
     "Report": "report", "make_report": "report", "PairVerdict": "verdict", "Verdict": "verdict", "decide": "verdict",
+    "decide_cpu": "verdict",
 }
 
 __all__ = [
     "GpuFacts", "HostFacts", "PairFacts", "PairVerdict", "ProbeResults", "Report", "TopologySnapshot", "Verdict",
-    "decide", "make_report", "snapshot_from_json", "snapshot_to_json", "take_snapshot",
+    "decide", "decide_cpu", "make_report", "snapshot_from_json", "snapshot_to_json", "take_snapshot",
 ]
 
 

@@ -1,7 +1,7 @@
 """Facts from the CUDA driver API, printed as JSON. Run as a script in a child process: it needs no other file of ours.
 
 No context is created: device attributes, UUIDs and peer access can be asked without one. The parent process that
-starts this never loads libcuda at all, so it can still fork.
+starts this never initialises CUDA (NVML may map libcuda, which is harmless), so it can still fork.
 """
 
 from __future__ import annotations

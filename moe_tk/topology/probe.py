@@ -14,7 +14,6 @@ from moe_tk.topology.probe_plan import Step, full_steps, quick_steps
 from moe_tk.topology.probe_run import Limits, StepResult, run_steps
 from moe_tk.topology.probes import HOST, Check, Interference, ProbeResults, Rate
 
-SOURCES = tuple(f"tk_kernels/probe/{name}.cu" for name in ("errors", "verify", "signal", "rate", "copy_engine"))
 DEPTHS = ("quick", "full")
 
 
@@ -30,13 +29,17 @@ def build_probe_library(archs: Sequence[str]) -> str:
     """Path of the probe library with an image for each arch ("sm_90", ...). Raises ProbesNotRun."""
     from moe_tk.runtime.arch import parse_arch
     from moe_tk.runtime.build import build_cuda_module
+    from moe_tk.runtime.native_root import PROBE_MODULE, native_modules
 
     try:
         images = list(dict.fromkeys(parse_arch(arch) for arch in sorted(archs)))
         if not images:
             raise ProbesNotRun("the architecture of the GPUs is unknown", "see the nvml- and cuda- entries")
         more = [flag for image in images[1:] for flag in image.nvcc_flags]
-        return str(build_cuda_module("moe_tk_probe", SOURCES, arch=images[0].name, extra_flags=more))
+        module = next((module for module in native_modules() if module.name == PROBE_MODULE), None)
+        if module is None:
+            raise ProbesNotRun("the sources of the probes are missing (tk_kernels/probe)", "reinstall moe-tk")
+        return str(build_cuda_module(module.name, module.sources, arch=images[0].name, extra_flags=more))
     except BuildError as error:
         raise ProbesNotRun(str(error).partition("\n")[0], "make the build work: the message says how; "
                            "or build ahead elsewhere and copy the cache folder") from error

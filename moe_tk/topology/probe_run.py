@@ -155,7 +155,7 @@ class _Run:
                 if at is None:
                     self._skip(left, f"the probe process did not start within {limit:g} s")
                     return False
-                self._hang(at, time.monotonic() - began)
+                self._kill(at, time.monotonic() - began, limit)
                 return True
             if event is None or "fatal" in event:
                 text = event["fatal"] if event else child.last_words()
@@ -181,7 +181,11 @@ class _Run:
                                                         event.get("error", ""), seconds)
                 began = time.monotonic()
 
-    def _hang(self, at: int, seconds: float) -> None:
+    def _kill(self, at: int, seconds: float, limit: float) -> None:
+        """Note the step that is being killed: it hung, or all the time is up and it proves nothing about the pair."""
         step = self.steps[at]
+        if seconds < limit - 0.05:
+            self._skip([at], f"no time left (limit {self.limits.total_s:g} s in all)")
+            return
         self.results[at] = StepResult(step, "timeout", text=f"killed after {seconds:.1f} s", seconds=seconds)
         self.hung |= pairs_of(step)

@@ -22,7 +22,7 @@ CUDA_LIMIT_S = 60.0  # cuInit of eight GPUs without persistence takes more than 
 
 
 def query_cuda(environ: Mapping[str, str], limit_s: float = CUDA_LIMIT_S) -> dict[str, Any]:
-    """What the CUDA driver says, asked in a child process: this one never loads libcuda and stays fit to fork."""
+    """What the CUDA driver says, asked in a child process: this one never initialises CUDA and stays fit to fork."""
     script = Path(__file__).with_name("cuda_child.py")
     ended = run_child([sys.executable, "-I", str(script)], limit_s, env=environ)
     empty: dict[str, Any] = {"devices": [], "peers": []}

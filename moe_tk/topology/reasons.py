@@ -130,6 +130,17 @@ PAIR_REASONS = (
 )
 
 GROUP_REASONS = (
+    Reason("cpu-tensors", "good", "the tensors of this layer are on the CPU",
+           lambda i: i["device"] == "cpu" and i["asked"] is None, "a layer with tensors on GPUs",
+           "The layer runs on the CPU over shared memory, whatever GPUs the machine has.", "Nothing to do."),
+    Reason("cpu-forced", "info", "set by {by}", lambda i: i["device"] == "cpu" and i["asked"] == "shm",
+           "nothing: it is what a layer on the CPU uses anyway",
+           "A person asked for shared memory, and the tensors of the layer are on the CPU.", "Nothing to do."),
+    Reason("cpu-impossible", "fail",
+           "protocol '{asked}' moves data between GPUs, but the tensors of this layer are on the CPU: "
+           "use protocol='shm' or 'auto'",
+           lambda i: i["device"] == "cpu" and i["asked"] not in (None, "shm"), "a layer with tensors on GPUs",
+           "A GPU protocol was asked for a layer on the CPU; the layer refuses to start.", "It was asked for by {by}."),
     Reason("no-gpu", "good", "no NVIDIA GPU here: the CPU backend is used",
            lambda i: i["gpus"] == 0 and not i["hardware"], "a GPU",
            "There is no GPU; the layer runs on the CPU over shared memory, with the same API.",
@@ -162,7 +173,7 @@ GROUP_REASONS = (
            lambda i: i["world"] > i["visible"],
            "{world} visible GPUs", "The group is larger than the machine.",
            "Ask for at most {visible}, make more GPUs visible, or use the CPU backend (MOE_TK_PROTOCOL=shm)."),
-    Reason("all-nvlink", "good", "all {pairs} pairs are connected by NVLink and verified",
+    Reason("all-nvlink", "good", "NVLink between all GPUs (pairs: {pairs}), verified",
            lambda i: i["pairs"] == i["nvlink_pairs"] > 0,
            "a pair of the group without NVLink, or one that fails its probe",
            "Every two GPUs of the group have NVLink (bridges or one switch fabric), and transfers read back right.",

@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from moe_tk.errors import ArgumentError, TopologyError
+from moe_tk.errors import TopologyError
 from moe_tk.topology.expected import egress, peer_rate, staged_rate
 from moe_tk.topology.facts import PairFacts, TopologySnapshot
 from moe_tk.topology.probes import ProbeResults
 from moe_tk.topology.reasons import REASONS, fill
+from moe_tk.topology.wishes import ARGUMENT, checked_wish, chosen_protocol
 
-PROTOCOLS = ("nvlink", "pcie", "staged", "shm")
 _VETO = ("pair-mismatch", "pair-timeout", "pair-probe-failed")
 _BLOCKED = ("pair-no-peer", "slice-no-peer", "same-gpu")
 _UNVERIFIED = ("pair-unverified", "pair-unknown")
@@ -71,22 +71,39 @@ class Verdict:
 
 
 def decide(snapshot: TopologySnapshot, probes: ProbeResults | None = None, *, world: int | None = None,
-           uuids: Sequence[str] | None = None, override: str | None = None, override_by: str = "the argument protocol",
+           uuids: Sequence[str] | None = None, override: str | None = None, override_by: str = ARGUMENT,
            allow_shared: bool = False) -> Verdict:
     """The verdict for a group: `uuids` in rank order, else the first `world` visible GPUs, else all visible ones.
 
     override: a protocol that a person wants ("auto" and None: no wish), override_by: where they said so. allow_shared:
     ranks may share a GPU (emulation). Raises ArgumentError for an unknown protocol; everything else is a verdict.
     """
-    if override not in (None, "auto", *PROTOCOLS):
-        raise ArgumentError(f"protocol {override!r} does not exist: wanted auto, {', '.join(PROTOCOLS)}")
+    override = checked_wish(override, override_by)
     group = tuple(uuids) if uuids is not None else _pick(snapshot, world)
     size = world if world is not None else len(group)
     pairs = tuple(judge_pair(snapshot, probes, one, other) for one, other in itertools.combinations(group, 2))
     natural = _judge_group(snapshot, probes, group, size, pairs, allow_shared)
-    if override in (None, "auto") or natural.reason in ("two-ranks-one-gpu", "too-few-gpus") and override != "shm":
+    if override is None or natural.reason in ("two-ranks-one-gpu", "too-few-gpus") and override != "shm":
         return natural
-    return _force(snapshot, natural, str(override), override_by)
+    return _force(snapshot, natural, override, override_by)
+
+
+def decide_cpu(protocol: str | None = None, *, world: int = 1) -> Verdict:
+    """The verdict for a layer whose tensors are on the CPU: it needs no snapshot, since no GPU takes part.
+
+    protocol: the layer's argument, which counts before MOE_TK_PROTOCOL. A protocol that moves data between GPUs gives a
+    verdict that is not usable. Raises ArgumentError for a name that does not exist.
+    """
+    wish, by = chosen_protocol(protocol)
+    wish = checked_wish(wish, by)
+    reason = "cpu-tensors" if wish is None else "cpu-forced" if wish == "shm" else "cpu-impossible"
+    inputs = {"device": "cpu", "asked": wish, "by": by, "world": world}
+    spoken = REASONS[reason]
+    chosen = wish or "shm"
+    return Verdict(
+        protocol=chosen, expected=chosen, reason=reason, level=spoken.level, text=fill(spoken.says, inputs),
+        change=fill(spoken.change, inputs), usable=spoken.level != "fail", verified=True, world=world, uuids=(), inputs=inputs,
+        natural="shm", forced_by=by if wish else "", multicast=False, multicast_why="the tensors are on the CPU")
 
 
 def _pick(snapshot: TopologySnapshot, world: int | None) -> tuple[str, ...]:

@@ -13,6 +13,7 @@ GROUP = {"gpus": 4, "world": 4, "visible": 4, "hardware": True, "hidden": False,
          "blocked": [], "slow": [], "expected": "pcie", "islands": [], "peer_gbs": None, "staged_gbs": None}
 FORCED = {**GROUP, "protocol": "nvlink", "asked": "nvlink", "by": "MOE_TK_PROTOCOL", "natural": "pcie",
           "natural_reason": "nvlink-islands", "conflict": "", "impossible": False}
+CPU = {"device": "cpu", "asked": None, "by": "MOE_TK_PROTOCOL", "world": 2}
 ISLANDS = ["{GPU 0, GPU 1}", "{GPU 2, GPU 3}"]
 
 REASONS = {
@@ -29,6 +30,9 @@ REASONS = {
     "pair-peer-link-unknown": {**PAIR, **OPEN, "nvlink": None},
     "pair-unverified": {**PAIR, "nvlink": True, "expected": "nvlink"},
     "pair-unknown": {**PAIR, "claimed": None, "nvlink": None},
+    "cpu-tensors": CPU,
+    "cpu-forced": {**CPU, "asked": "shm"},
+    "cpu-impossible": {**CPU, "asked": "pcie"},
     "no-gpu": {**GROUP, "gpus": 0, "hardware": False},
     "gpus-hidden": {**GROUP, "gpus": 0, "hidden": True, "value": "''"},
     "gpus-unusable": {**GROUP, "gpus": 0, "cause": "cuda-library-missing"},

@@ -93,6 +93,14 @@ def test_doc_17_total_time_is_bounded(probe):
     assert decide(snapshot, probes, uuids=uuids).protocol == "staged"
 
 
+def test_the_end_of_all_time_is_no_proof_against_a_pair(probe):
+    """A GEMM may take four times the limit of a step; killed before that, it did not hang."""
+    snapshot, uuids, probes = probe(depth="full", limits=Limits(1.0, 5.0, 1.5), gemm="hang")
+    assert not [note for note in probes.notes if "killed" in note or "hung" in note]
+    assert [note for note in probes.notes if note.startswith("GEMM") and "no time left (limit 1.5 s in all)" in note]
+    assert decide(snapshot, probes, uuids=uuids).protocol == "nvlink"
+
+
 def test_doc_17_a_child_that_never_starts(probe):
     with pytest.raises(ProbesNotRun, match="did not start within 1.5 s"):
         probe(start="hang")

@@ -6,6 +6,7 @@
 //
 // Several rounds with other data in the same place: what was cached in an earlier round is found out.
 #include "support.cuh"
+#include "verify_plan.hpp"
 
 namespace moe_tk_probe {
 namespace {
@@ -13,29 +14,8 @@ namespace {
 constexpr int THREADS = 256, BLOCKS = 8, ROUNDS = 3;
 constexpr uint32_t CHUNK = 8 * 1024; // bytes of one bulk copy
 
-struct finding {
-    unsigned long long first_bad; // byte offset, ~0 when all is right
-    unsigned long long bad;       // 16-byte words that differ
-    uint32_t timed_out;
-    uint32_t padding;
-};
-
-__host__ __device__ inline uint64_t mixed(uint64_t x) { // splitmix64
-    x += 0x9e3779b97f4a7c15ull;
-    x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-    x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-    return x ^ (x >> 31);
-}
-
-__host__ __device__ inline ulonglong2 pattern(uint64_t word, uint64_t seed) {
-    ulonglong2 v;
-    v.x = mixed(word * 2 + seed);
-    v.y = mixed(word * 2 + 1 + seed);
-    return v;
-}
-
-__device__ void judge(ulonglong2 seen, uint64_t word, uint64_t seed, finding *out) {
-    const ulonglong2 want = pattern(word, seed);
+__device__ void judge(word16 seen, uint64_t word, uint64_t seed, finding *out) {
+    const word16 want = pattern(word, seed);
     if (seen.x == want.x && seen.y == want.y) return;
     atomicAdd(&out->bad, 1ull);
     atomicMin(&out->first_bad, static_cast<unsigned long long>(word * 16));
@@ -52,28 +32,12 @@ __device__ bool await(const uint32_t *local_flag, uint32_t epoch, uint64_t limit
     return arrived != 0;
 }
 
-struct verify_args {
-    ulonglong2 *source;   // push: in the mover's memory; pull: in the keeper's
-    ulonglong2 *target;   // push: in the keeper's memory; pull: in the mover's
-    uint64_t words;       // of 16 bytes
-    uint64_t seed;
-    uint32_t *arrivals;   // election counter, in the publisher's own memory
-    uint32_t *flag;       // in the waiter's memory
-    uint32_t epoch;
-    uint64_t limit_ns;
-    finding *out;         // in the checker's memory
-    int bulk;
-    int fault;            // a mistake on purpose, so that tests can see the check fail
-};
-
-enum fault : int { NO_FAULT = 0, WRONG_WORD = 1, NO_FLAG = 2 };
-
 // The last block of the grid publishes for all. ORDER published: acquired by await().
 __device__ void publish(const verify_args &a) {
     __syncthreads();
     if (threadIdx.x == 0) {
         const uint32_t before = atom_add_acq_rel_gpu(a.arrivals, 1);
-        if ((before + 1) % gridDim.x == 0 && a.fault != NO_FLAG) {
+        if (sends_flag(a, before, gridDim.x)) {
             fence_sys();
             store_release_sys(a.flag, a.epoch);
         }
@@ -82,9 +46,7 @@ __device__ void publish(const verify_args &a) {
 
 __device__ void fill(const verify_args &a) {
     for (uint64_t w = blockIdx.x * blockDim.x + threadIdx.x; w < a.words; w += uint64_t(gridDim.x) * blockDim.x) {
-        ulonglong2 v = pattern(w, a.seed);
-        if (a.fault == WRONG_WORD && w == a.words / 2) v.x ^= 1;
-        a.source[w] = v;
+        a.source[w] = written(a, w);
     }
 }
 
@@ -118,7 +80,7 @@ __device__ void move_bulk(const verify_args &a, finding *check) {
         fetch_chunk(chunk, a.source + c * WORDS, &bar, parity);
         if (check) {
             for (uint64_t w = threadIdx.x; w < WORDS; w += blockDim.x) {
-                judge(reinterpret_cast<ulonglong2 *>(chunk)[w], c * WORDS + w, a.seed, check);
+                judge(reinterpret_cast<word16 *>(chunk)[w], c * WORDS + w, a.seed, check);
             }
         }
         if (threadIdx.x == 0) {
@@ -133,7 +95,7 @@ __device__ void move_bulk(const verify_args &a, finding *check) {
 
 __device__ void move_words(const verify_args &a, finding *check) {
     for (uint64_t w = blockIdx.x * blockDim.x + threadIdx.x; w < a.words; w += uint64_t(gridDim.x) * blockDim.x) {
-        const ulonglong2 v = a.source[w];
+        const word16 v = a.source[w];
         if (check) judge(v, w, a.seed, check);
         a.target[w] = v;
     }
@@ -167,7 +129,7 @@ __global__ __launch_bounds__(THREADS) void push_checker(verify_args a) {
         for (uint64_t c = blockIdx.x; c < a.words / WORDS; c += gridDim.x) {
             fetch_chunk(chunk, a.target + c * WORDS, &bar, parity);
             for (uint64_t w = threadIdx.x; w < WORDS; w += blockDim.x) {
-                judge(reinterpret_cast<ulonglong2 *>(chunk)[w], c * WORDS + w, a.seed, a.out);
+                judge(reinterpret_cast<word16 *>(chunk)[w], c * WORDS + w, a.seed, a.out);
             }
             __syncthreads();
         }
@@ -201,31 +163,24 @@ struct round_result {
     uint64_t seen, want;
 };
 
-struct verify_request {
-    int mover, keeper;
-    bool push, bulk;
-    size_t bytes;
-    double limit_s;
-    int fault;
-};
-
 void verify(const verify_request &request, round_result &result, int &round) {
-    const auto [mover, keeper, push, bulk, bytes, limit_s, fault] = request;
+    const int mover = request.mover, keeper = request.keeper;
+    const bool push = request.push;
     enable_peer(mover, keeper);
     enable_peer(keeper, mover); // the flag of a pull travels the other way
     const int publisher = push ? mover : keeper, waiter = push ? keeper : mover;
-    buffer source(publisher, bytes), target(waiter, bytes), arrivals(publisher, 256), flag(waiter, 256);
+    buffer source(publisher, request.bytes), target(waiter, request.bytes), arrivals(publisher, 256), flag(waiter, 256);
     buffer out(waiter, sizeof(finding));
     arrivals.fill(0);
     flag.fill(0);
+    const verify_memory memory{source.as<word16>(), target.as<word16>(), arrivals.as<uint32_t>(), flag.as<uint32_t>(),
+                               out.as<finding>()};
     stream publish_stream(publisher), wait_stream(waiter);
     for (round = 0; round < ROUNDS; ++round) {
         target.fill(0xa5 + round); // poison: an early look cannot be right
         const finding clean{~0ull, 0, 0, 0};
         MOE_TK_PROBE_CHECK(cudaMemcpy(out.as(), &clean, sizeof clean, cudaMemcpyDefault));
-        verify_args a{source.as<ulonglong2>(), target.as<ulonglong2>(), bytes / 16, 0x5eed0000ull + round * 7919,
-                      arrivals.as<uint32_t>(), flag.as<uint32_t>(),     uint32_t(round + 1),
-                      uint64_t(limit_s * 1e9), out.as<finding>(),       bulk};
+        const verify_args a = args_of(request, memory, round);
         if (push) {
             MOE_TK_PROBE_CHECK(cudaSetDevice(publisher));
             fill_kernel<<<BLOCKS, THREADS, 0, publish_stream.get()>>>(a);
@@ -261,7 +216,7 @@ void verify(const verify_request &request, round_result &result, int &round) {
         }
     }
     if (result.found.bad) {
-        result.want = pattern(result.found.first_bad / 16, 0x5eed0000ull + round * 7919).x;
+        result.want = pattern(result.found.first_bad / 16, seed_of(round)).x;
         result.seen = read_back(reinterpret_cast<uint64_t *>(target.as() + result.found.first_bad));
     }
 }
