@@ -13,6 +13,7 @@ from moe_tk.topology.report import Report
 
 ENOUGH = 0.9  # share of the best rate at which more SMs count as not worth it
 GROUPS_SHOWN = 8
+CREDIBLE, UNUSABLE = 0.95, "?"  # a GEMM that parked SMs slow down more than moving ones do: no reference
 
 
 def rate_tables(report: Report, wide: bool) -> Iterable[RenderableType]:
@@ -53,9 +54,9 @@ def _exchange_table(report: Report) -> Table:
 
 
 def enough_sms(probes: ProbeResults, best: Rate) -> int:
-    """The fewest SMs that reach ENOUGH of the best rate of the same kind."""
-    same = [r for r in probes.rates if (r.src, r.dst, r.op, r.load, r.payload, r.engine) ==
-            (best.src, best.dst, best.op, best.load, best.payload, best.engine) and r.gbs >= ENOUGH * best.gbs]
+    """The fewest SMs that reach ENOUGH of the best rate of the same kind, by either engine."""
+    same = [r for r in probes.rates if (r.src, r.dst, r.op, r.load, r.payload) ==
+            (best.src, best.dst, best.op, best.load, best.payload) and r.sms > 0 and r.gbs >= ENOUGH * best.gbs]
     return min((r.sms for r in same), default=best.sms)
 
 
@@ -114,7 +115,7 @@ def _interference_table(report: Report, probes: ProbeResults) -> Table:
     for sms, op in keys:
         same = [record for record in probes.interference if (record.sms, record.op) == (sms, op)]
         worst = max(same, key=lambda record: record.slowdown)
-        slower = f"{(worst.slowdown - 1) * 100:+.1f} %" if sms else "-"
+        slower = "-" if not sms else UNUSABLE if worst.slowdown < CREDIBLE else f"{(worst.slowdown - 1) * 100:+.1f} %"
         table.add_row(str(sms), op, f"{worst.gemm_us:.0f}", f"{worst.parked_us:.0f}" if sms else "-", slower,
                       f"{worst.traffic_gbs:.1f}" if sms else "-")
     return table

@@ -58,6 +58,8 @@ def parts(report: Report, width: int) -> Iterable[RenderableType]:
     yield from rate_tables(report, wide)
     if report.groups:
         yield group_table(report, wide)
+    if wide and report.snapshot.tools:
+        yield _tools(report.snapshot)
     if report.findings:
         yield _findings(report)
 
@@ -123,6 +125,9 @@ def _machine(report: Report) -> RenderableType:
     chosen = {tool.what: tool for tool in report.snapshot.tools if tool.chosen}
     tools = [f"{what} {known(chosen[what].version)}" + (f" ({chosen[what].note})" if what == "torch" else "")
              for what in ("torch", "nvcc", "C++ compiler") if what in chosen]
+    for what in ("ninja", "Python.h", "pybind11"):
+        known_here = [tool for tool in report.snapshot.tools if tool.what == what]
+        tools += [what if any(tool.path for tool in known_here) else f"{what} missing"] if known_here else []
     if tools:
         table.add_row("tools", "   ".join(tools))
     if host.visible_devices_set:
@@ -210,6 +215,20 @@ def _cell(report: Report, pairs: dict[tuple[str, str], PairVerdict], one: str, o
         if best is not None:
             text.append(f"\n{best.gbs:.0f}" if best.gbs >= 100 else f"\n{best.gbs:.1f}", style="dim")
     return text
+
+
+def _tools(snapshot: TopologySnapshot) -> RenderableType:
+    """What builds would use and what they passed over; the files of a toolkit only if they are missing."""
+    table = Table(title="tools for builds", title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False,
+                  padding=(0, 1), header_style="bold")
+    for column in ("used", "what", "version", "path", "note"):
+        table.add_column(column, no_wrap=column != "note", overflow="ellipsis" if column == "path" else "fold")
+    for tool in snapshot.tools:
+        if "/" in tool.what and tool.path:
+            continue
+        table.add_row("yes" if tool.chosen else "no", tool.what, tool.version or "", tool.path or "", tool.note or "",
+                      style="" if tool.chosen else "dim" if tool.path else "yellow")
+    return table
 
 
 def _findings(report: Report) -> RenderableType:

@@ -43,7 +43,7 @@ def requests(movers: list[dict], parked: bool = False):
     array = (MoverRequest * len(movers))()
     for request, mover in zip(array, movers, strict=True):
         request.device, request.push = mover["device"], mover["op"] == "push"
-        request.bulk = mover["engine"] == "bulk" and not parked
+        request.bulk = mover["engine"] == "bulk"
         request.payload = PAYLOADS["parked" if parked else mover["payload"]]
         request.blocks, request.num_peers = mover["sms"], len(mover["peers"])
         for place, peer in enumerate(mover["peers"]):

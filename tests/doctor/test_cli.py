@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import machines
 import pytest
@@ -179,3 +181,22 @@ def test_probe_without_a_compiler_is_a_warning(doctor, monkeypatch):
 def test_age_in_words():
     words = [age_words(s) for s in (5, 60, 200, 7200, 90000)]
     assert words == ["5 seconds", "1 minute", "3 minutes", "2 hours", "1 day"]
+
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize("name", ["doctor_h200_x2", "doctor_h200_x2_first"])
+def test_the_kept_reports_of_a_real_machine_can_be_read(name, capsys):
+    path = RESULTS / f"{name}.json"
+    for width in (80, 160):
+        assert main(["doctor", "--snapshot", str(path), "--width", str(width), "--group", "2"]) == 0
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= width and "NVLink between all GPUs (pairs: 1), verified" in out
+    assert "tools for builds" in out and "Python.h" in out and "ninja" in out
+
+
+def test_the_reference_of_the_gemm_is_doubted_when_parked_sms_slow_it_more(capsys):
+    main(["doctor", "--snapshot", str(RESULTS / "doctor_h200_x2.json"), "--width", "80"])
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\s*32\s+push", line)]
+    assert "?" in line and "-4" not in line

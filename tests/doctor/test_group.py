@@ -21,13 +21,15 @@ LIMIT_S = 120
 @pytest.fixture
 def ranks(tmp_path):
     """Run moe_tk.doctor on every rank of a group; {rank: (how, what)} under a watchdog."""
+    server = multiprocessing.get_context("forkserver")  # ranks are forked from a process that has imported torch once
+    server.set_forkserver_preload(["torch.distributed"])
+
     def run(machine, environs, device=None, **how):
-        spawn = multiprocessing.get_context("spawn")
-        results = spawn.Queue()
+        results = server.Queue()
         folder = tempfile.mkdtemp(dir=tmp_path)  # a file store must be new for every group
         world = len(environs)
         device = device or [None] * world
-        workers = [spawn.Process(target=group_worker.rank_main,
+        workers = [server.Process(target=group_worker.rank_main,
                                  args=(rank, world, folder, machine, environs, device, how, results))
                    for rank in range(world)]
         for worker in workers:

@@ -17,7 +17,8 @@ from moe_tk.topology.groups import rank_groups
 from moe_tk.topology.probes import HOST, Check, ProbeResults, Rate
 from moe_tk.topology.reasons import GROUP_REASONS, PAIR_REASONS, REASONS
 from moe_tk.topology.report import make_report
-from moe_tk.topology.verdict import PROTOCOLS, decide
+from moe_tk.topology.verdict import decide, decide_cpu
+from moe_tk.topology.wishes import PROTOCOLS
 
 
 def uuids_of(snapshot, *cuda_indices):
@@ -28,6 +29,47 @@ def uuids_of(snapshot, *cuda_indices):
 def test_no_gpu_is_the_cpu_backend():
     verdict = decide(TopologySnapshot())
     assert (verdict.protocol, verdict.reason, verdict.usable) == ("shm", "no-gpu", True)
+
+
+def test_tensors_on_the_cpu_need_no_snapshot(monkeypatch):
+    monkeypatch.delenv("MOE_TK_PROTOCOL", raising=False)
+    for asked, reason in ((None, "cpu-tensors"), ("auto", "cpu-tensors"), ("shm", "cpu-forced")):
+        verdict = decide_cpu(asked, world=2).require()
+        assert (verdict.protocol, verdict.reason, verdict.world, verdict.natural) == ("shm", reason, 2, "shm")
+        assert REASONS[reason].holds(verdict.inputs)
+    for asked in ("nvlink", "pcie", "staged"):
+        with pytest.raises(TopologyError, match=f"protocol '{asked}' moves data between GPUs.*by the argument protocol"):
+            decide_cpu(asked).require()
+
+
+def test_a_wish_is_heard_in_one_place_argument_before_variable(monkeypatch):
+    monkeypatch.setenv("MOE_TK_PROTOCOL", "pcie")
+    assert decide_cpu("shm").forced_by == "the argument protocol"
+    assert decide_cpu("auto").forced_by == "MOE_TK_PROTOCOL" and not decide_cpu().usable
+    monkeypatch.setenv("MOE_TK_PROTOCOL", "carrier pigeon")
+    with pytest.raises(ArgumentError, match="MOE_TK_PROTOCOL is 'carrier pigeon', wanted one of auto, nvlink, pcie, staged, shm"):
+        decide_cpu()
+    with pytest.raises(ArgumentError, match="^protocol is 'rdma', wanted"):
+        decide_cpu("rdma")
+    with pytest.raises(ArgumentError, match="^protocol is 'rdma', wanted"):
+        decide(TopologySnapshot(), override="rdma")
+
+
+@pytest.mark.parametrize("asked", ["auto", *PROTOCOLS])
+def test_the_plan_of_a_layer_is_the_verdict(asked, monkeypatch):
+    """One function, one truth: planner and doctor cannot disagree about a layer on the CPU."""
+    from moe_tk.planner import make_plan
+
+    monkeypatch.delenv("MOE_TK_PROTOCOL", raising=False)
+    verdict = decide_cpu(asked)
+    sizes = {"pattern": "auto", "max_tokens": 8, "cores": 2, "world": 1}
+    if verdict.usable:
+        plan = make_plan(protocol=asked, **sizes)
+        assert plan.protocol == verdict.protocol and f"protocol shm: {verdict.text}" in plan.explain()
+    else:
+        with pytest.raises(TopologyError) as caught:
+            make_plan(protocol=asked, **sizes)
+        assert str(caught.value).startswith(verdict.text)
 
 
 def test_a_claim_alone_is_not_enough(machine_snapshot):

@@ -92,23 +92,20 @@ private:
     // The ring takes what the GPU offers: 12 stages (192 KiB) where they fit, else 6 (96 KiB).
     void pick_kernel() {
         const int most = attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, request_.device);
+        const bool parked = request_.payload == PARKED; // occupies what the same mover would occupy
         if (request_.bulk) {
             const bool large = most >= int(12 * BULK_CHUNK + 4096);
             threads_ = 128;
             shared_ = (large ? 12 : 6) * BULK_CHUNK + 128;
-            if (request_.payload == COPY) {
-                kernel_ = large ? move_bulk_kernel<COPY, 12> : move_bulk_kernel<COPY, 6>;
-            } else if (request_.payload == WIRE) {
-                kernel_ = large ? move_bulk_kernel<WIRE, 12> : move_bulk_kernel<WIRE, 6>;
-            } else {
-                throw std::runtime_error("mover: parked blocks use the words kernel");
-            }
+            kernel_ = parked                      ? move_words_kernel<PARKED>
+                      : request_.payload == COPY ? (large ? move_bulk_kernel<COPY, 12> : move_bulk_kernel<COPY, 6>)
+                                                  : (large ? move_bulk_kernel<WIRE, 12> : move_bulk_kernel<WIRE, 6>);
         } else {
             threads_ = MOVE_THREADS;
             shared_ = most / 2 + 1024; // one block per SM, and no GEMM block beside it
-            kernel_ = request_.payload == COPY   ? move_words_kernel<COPY>
-                      : request_.payload == WIRE ? move_words_kernel<WIRE>
-                                                 : move_words_kernel<PARKED>;
+            kernel_ = parked                      ? move_words_kernel<PARKED>
+                      : request_.payload == COPY ? move_words_kernel<COPY>
+                                                  : move_words_kernel<WIRE>;
         }
         MOE_TK_PROBE_CHECK(cudaSetDevice(request_.device));
         MOE_TK_PROBE_CHECK(cudaFuncSetAttribute(kernel_, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_));

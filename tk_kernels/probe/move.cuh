@@ -61,7 +61,8 @@ __device__ inline bool told_to_stop(const move_args &a) {
     return load_acquire_sys(a.stop) != 0 || global_ns() - a.began[blockIdx.x] > a.limit_ns;
 }
 
-// Words: every thread moves 4 x 16 bytes of a 64 KiB chunk; all four loads are in flight before the first store.
+// Words: every thread moves 4 x 16 bytes of a 64 KiB chunk; all four loads are in flight before the first store. PARKED
+// works with any number of threads.
 template <int PAYLOAD>
 __global__ __launch_bounds__(MOVE_THREADS, 1) void move_words_kernel(move_args a) {
     constexpr int UNROLL = WORD_CHUNK / 16 / MOVE_THREADS;
