@@ -23,22 +23,28 @@ FONT = "DejaVu Sans Mono, Menlo, Consolas, monospace"
 
 def picture(source: Path, columns: int, theme: str) -> str:
     snapshot, probes = facts_from_json(json.loads(source.read_text()))
-    console = Console(width=columns, record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor", highlight=False)
+    console = Console(width=columns, record=True, file=io.StringIO(), force_terminal=True, color_system="truecolor",
+                      highlight=False)
     show(make_report(snapshot, probes, source=str(source)), console=console)
     command = f"moe_tk doctor --snapshot {source.name}"
     svg = console.export_svg(title=command, theme=MONOKAI if theme == "dark" else DEFAULT_TERMINAL_THEME, unique_id="doctor")
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # fonts from a server
     svg = re.sub(r"font-family: (?:Fira Code|arial)[^;]*;", f"font-family: {FONT};", svg)
-    svg = svg.replace("font-size: 20px", f"font-size: {CELL / ADVANCE:.3f}px").replace("<!-- Generated with Rich https://www.textualize.io -->", "")
+    svg = svg.replace("font-size: 20px", f"font-size: {CELL / ADVANCE:.3f}px")
+    svg = re.sub(r"<!--.*?-->", "", svg, flags=re.DOTALL)
     svg = re.sub(r' textLength="[^"]*"', "", svg)  # the font fits the cells
     return "\n".join(line.rstrip() for line in svg.splitlines()) + "\n"
 
 
-if __name__ == "__main__":
-    out = Path(sys.argv[2])
-    out.write_text(picture(Path(sys.argv[1]), int(sys.argv[3]) if len(sys.argv) > 3 else 80, sys.argv[4] if len(sys.argv) > 4 else "dark"))
+def main(source: str, out: str, columns: str = "80", theme: str = "dark") -> None:
+    Path(out).write_text(picture(Path(source), int(columns), theme))
     try:
         import cairosvg
     except ImportError:
-        sys.exit(0)
-    cairosvg.svg2png(url=str(out), write_to=str(out.with_suffix(".png")), scale=15 / CELL)  # whole pixels: hinting would shift the columns
+        return
+    # a cell of whole pixels: hinting would shift the columns
+    cairosvg.svg2png(url=out, write_to=str(Path(out).with_suffix(".png")), scale=15 / CELL)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
