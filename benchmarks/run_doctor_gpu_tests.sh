@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # The doctor's GPU tests on a machine with two GPUs, then one full probe. Run from the root of the checkout.
 #   benchmarks/run_doctor_gpu_tests.sh [OUT]   results and one log go to OUT (default: $OUT, else doctor_out)
-# Reads the GPUs' settings and changes none. Goes on when a part fails. About a minute and a half; never more than two.
+# Reads the GPUs' settings and changes none. Goes on when a part fails. A minute and a quarter; no part may hang it.
 set -u
 out=${1:-${OUT:-doctor_out}}
 mkdir -p "$out"

@@ -16,7 +16,7 @@ from rich.console import Console
 
 from moe_tk.cli.doctor_view import age_words, show
 from moe_tk.cli.main import main
-from moe_tk.topology.report import make_report, report_to_json
+from moe_tk.topology.report import facts_from_json, make_report, report_to_json
 
 
 @pytest.fixture
@@ -200,3 +200,19 @@ def test_the_reference_of_the_gemm_is_doubted_when_parked_sms_slow_it_more(capsy
     main(["doctor", "--snapshot", str(RESULTS / "doctor_h200_x2.json"), "--width", "80"])
     (line,) = [line for line in capsys.readouterr().out.splitlines() if re.match(r"\s*32\s+push", line)]
     assert "?" in line and "-4" not in line
+
+
+def test_the_recorded_h200_machine_is_the_one_that_the_report_saw(tmp_path):
+    """The fixture, replayed through the reader, gives the facts that the reader found on the machine itself."""
+    import dataclasses
+
+    real, _ = facts_from_json(json.loads((RESULTS / "doctor_h200_x2_first.json").read_text()))
+    replayed = machines.snapshot("h200_x2", tmp_path)
+    for seen, again in zip(real.gpus, replayed.gpus, strict=True):
+        differing = {f.name for f in dataclasses.fields(seen) if getattr(seen, f.name) != getattr(again, f.name)}
+        assert differing <= {"fabric_id"}, differing  # an all-zero cluster id, left out of the fixture
+    for seen, again in zip(real.pairs, replayed.pairs, strict=True):
+        differing = {f.name for f in dataclasses.fields(seen) if getattr(seen, f.name) != getattr(again, f.name)}
+        assert differing <= {"native_atomics"}, differing  # the fake CUDA child does not answer that
+    for name in ("driver", "cuda_version", "container", "virtual_machine", "kernel", "cpu", "driver_module"):
+        assert getattr(real.host, name) == getattr(replayed.host, name), name

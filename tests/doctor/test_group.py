@@ -14,6 +14,7 @@ import pytest
 
 import moe_tk
 from moe_tk.errors import ArgumentError
+from moe_tk.runtime.launcher import PRELOAD
 
 LIMIT_S = 120
 
@@ -22,7 +23,7 @@ LIMIT_S = 120
 def ranks(tmp_path):
     """Run moe_tk.doctor on every rank of a group; {rank: (how, what)} under a watchdog."""
     server = multiprocessing.get_context("forkserver")  # ranks are forked from a process that has imported torch once
-    server.set_forkserver_preload(["torch.distributed"])
+    server.set_forkserver_preload(list(PRELOAD))
 
     def run(machine, environs, device=None, **how):
         results = server.Queue()
