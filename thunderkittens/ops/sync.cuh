@@ -1,6 +1,8 @@
 // Semaphores (mbarrier), named barriers, fences, clusters and register re-allocation. Every wrapper clobbers "memory".
 #pragma once
 
+#include <cstdio>
+
 #include "../common/base.cuh"
 
 namespace kittens {

@@ -66,6 +66,7 @@ void launch_persistent(Kernel kernel, const G &globals, int grid, int threads, i
 }
 
 template <class Cfg, class Tasks, class Epilogue> void launch_grouped_gemm(const gemm_args &a, cudaStream_t stream) {
+    if (a.num_slots == 0 || a.n == 0) return;  // nothing to write, and TMA has no descriptor for an empty tensor
     using T = typename Cfg::T;
     using G = gemm_globals<Cfg, Tasks, no_gate, Epilogue, no_push>;
     const G globals{
