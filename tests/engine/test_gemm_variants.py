@@ -52,7 +52,8 @@ def hooked(layout, x, w, arrived, want, finished, record, timeout_ns):
                           tile="128x256_s4_c2")
     gemm.launch(plan, x, w, out, hooks={"gate_arrived": arrived.data_ptr(), "gate_want": want.data_ptr(),
                                         "gate_record": record.data_ptr(), "push_finished": finished.data_ptr(),
-                                        "gate_timeout_ns": timeout_ns})
+                                        "gate_timeout_ns": timeout_ns},
+                num_blocks=gemm.num_sms(x.device) - 8)
     return out
 
 

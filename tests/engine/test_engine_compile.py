@@ -1,0 +1,55 @@
+"""Every instantiation compiles for SM90 without spills and without serialised wgmma; the rest for SM100 and SM120 too."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sysconfig
+from pathlib import Path
+
+import pybind11
+import pytest
+
+from moe_tk.runtime.cuda_toolkit import find_toolkits
+
+REPO = Path(__file__).resolve().parents[2]
+FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Xcompiler=-fPIC", "-Xptxas=-v")
+UNIT = "tests/thunderkittens/unit_module.cu"
+
+
+@pytest.fixture(scope="module")
+def nvcc() -> str:
+    usable = [t for t in find_toolkits() if t.version and not t.problem and t.version >= (12, 8)]
+    if not usable:
+        pytest.skip("needs a CUDA toolkit 12.8 or newer")
+    return str(usable[0].nvcc)
+
+
+def compile_log(nvcc: str, source: str, arch: str, out: Path, *more: str) -> str:
+    include = (f"-I{REPO}", f"-isystem={pybind11.get_include()}", f"-isystem={sysconfig.get_paths()['include']}")
+    done = subprocess.run([nvcc, *FLAGS, *more, f"-gencode=arch=compute_{arch},code=sm_{arch}", *include, "-c", str(REPO / source), "-o",
+                           str(out)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
+
+
+@pytest.mark.parametrize("source,kernels", [("grouped_gemm.cu", 14), ("grouped_gemm_fp8.cu", 10), ("build_tasks.cu", 1)])
+def test_no_spill_and_no_serialised_wgmma(nvcc, tmp_path, source, kernels):
+    log = compile_log(nvcc, f"tk_kernels/patterns/{source}", "90a", tmp_path / "a.o")
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    assert len(spills) == kernels, f"{len(spills)} instantiations, the list of tiles says {kernels}"
+    assert set(spills) == {("0", "0")}, log
+    assert not re.search(r"C75\d\d|serializ|setmaxnreg.*ignored", log), log
+
+
+@pytest.mark.parametrize("arch", ["90a", "100a", "120a"])
+def test_tile_library_compiles(nvcc, tmp_path, arch):
+    more = ("-DKITTENS_TEST_WGMMA",) if arch == "90a" else ()
+    log = compile_log(nvcc, UNIT, arch, tmp_path / "a.o", *more)
+    assert not re.search(r"[1-9]\d* bytes spill", log), log
+
+
+@pytest.mark.parametrize("arch", ["100a", "120a"])
+def test_task_builder_compiles_elsewhere(nvcc, tmp_path, arch):
+    """The part of the engine without wgmma."""
+    compile_log(nvcc, "tk_kernels/patterns/build_tasks.cu", arch, tmp_path / "a.o")
