@@ -9,6 +9,7 @@ import argparse
 import json
 import platform
 import shlex
+import shutil
 import statistics
 import subprocess
 import sys
@@ -56,37 +57,53 @@ def run(args: argparse.Namespace) -> int:
                  *(lambda s=s, g=g, t=t, d=d: bench.grouped(s, g, t, d) for d in args.dtype or ("bf16", "e4m3")
                    for s in args.shape or SHAPES for g in (1, 2) for t in args.tokens or TOKENS)):
         if time.monotonic() - start > args.seconds:
-            print(f"stopped after {args.seconds:.0f} s")
+            record["stopped"] = f"after {args.seconds:.0f} s, {len(lines)} lines"
+            print(f"stopped {record['stopped']}")
             break
-        lines.append(make())
+        lines.append(attempt(make))
         print(format_line(lines[-1]), flush=True)
+        record["seconds"] = round(time.monotonic() - start, 1)
         if args.out:
             args.out.write_text(json.dumps(record, indent=1))
-    record["seconds"] = round(time.monotonic() - start, 1)
-    if args.out:
-        args.out.write_text(json.dumps(record, indent=1))
-    return 0
+    return 1 if any("failed" in line for line in lines) else 0
+
+
+def attempt(make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A line, or why there is none: one that fails does not cost the others."""
+    try:
+        return make()
+    except (ArgumentError, RuntimeError) as error:
+        return {"failed": f"{type(error).__name__}: {error}"[:500]}
 
 
 def format_line(line: dict[str, Any]) -> str:
+    if "failed" in line:
+        return line["failed"]
     times = "  ".join(f"{name} {us:.0f}" for name, us in line["us"].items())
     against = f"x{line['us']['torch'] / line['us']['moe_tk']:.2f} of torch" if "torch" in line["us"] else ""
+    rates = f"{line['tflops']:5.0f} TFLOP/s {line['weights_gbs']:5.0f} GB/s {line['roofline']:4.0%} of roofline"
     return (f"{line['dtype']} {line['case']:>23} T {line['tokens']:>5} M {line['rows']:>6} N {line['n']:>5} K {line['k']:>5} "
-            f"{line['tile']:>16}: {line['tflops']:5.0f} TFLOP/s {line['weights_gbs']:5.0f} GB/s {line['roofline']:4.0%} of roofline {against} | us: {times} "
-            f"| {line['clock_mhz']} MHz {line['power_w']:.0f} W")
+            f"{line['tile']:>16}: {rates} {against} | us: {times} | {line['clock_mhz']} MHz {line['power_w']} W"
+            f"{' power-limited' * line['power_limited']}")
 
 
 def machine() -> dict[str, Any]:
     """What a reader needs to repeat a run."""
     import torch
 
-    smi = subprocess.run(["nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit", "--format=csv,noheader"],
-                         capture_output=True, text=True, check=False).stdout.strip()
-    commit = subprocess.run(["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"], capture_output=True, text=True,
-                            check=False).stdout.strip()
-    return {"gpu": smi, "torch": torch.__version__, "cuda": torch.version.cuda, "python": platform.python_version(),
-            "date": datetime.now(timezone.utc).isoformat(timespec="seconds"), "command": shlex.join(["moe_tk", *sys.argv[1:]]),
-            "commit": commit or "unknown"}
+    smi = output_of("nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit", "--format=csv,noheader")
+    commit = output_of("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
+    return {"gpu": smi or torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
+            "python": platform.python_version(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": shlex.join(["moe_tk", *sys.argv[1:]]), "commit": commit or "unknown"}
+
+
+def output_of(*command: str) -> str:
+    """What a command prints; nothing where it is missing or fails."""
+    if shutil.which(command[0]) is None:
+        return ""
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
+    return done.stdout.strip() if done.returncode == 0 else ""
 
 
 class GemmBench:
@@ -98,6 +115,7 @@ class GemmBench:
         self.torch = torch
         self.weights: tuple[Any, ...] = ()
         self.weights_of: tuple[Any, ...] = ()
+        self.clocks: dict[str, Any] = {}
         self.ceilings = self.measure_ceilings()
 
     def measure_ceilings(self) -> dict[str, float]:
@@ -115,7 +133,7 @@ class GemmBench:
         for run_one in candidates.values():
             run_one()
         torch.cuda.synchronize()
-        torch.cuda._sleep(5_000_000)
+        torch.cuda._sleep(200_000 * repeats * len(candidates))  # about 0.1 ms for each launch of Python
         events = []
         for _ in range(repeats):
             for name, run_one in candidates.items():
@@ -124,6 +142,8 @@ class GemmBench:
                 run_one()
                 last.record()
                 events.append((name, first, last))
+        events[len(events) // 2][1].synchronize()
+        self.clocks = read_clocks()
         torch.cuda.synchronize()
         return {name: statistics.median(f.elapsed_time(e) * 1e3 for n, f, e in events if n == name) for name in candidates}
 
@@ -200,8 +220,13 @@ class GemmBench:
         if plan.variant["hooked"]:
             hooks = self.full_counters(x.shape[0] // row_block)
             candidates["hooked"] = lambda: launch(plan, out, hooks=hooks)
+        failure = None
         if baseline is not None:
-            candidates["torch"] = baseline
+            try:
+                baseline()
+                candidates["torch"] = baseline
+            except RuntimeError as reason:
+                failure = str(reason)[:300]
         candidates["moe_tk"]()
         error = self.check(x, w, scales, counts, starts(counts, row_block), out)
         us = self.time(candidates, repeats)
@@ -210,7 +235,7 @@ class GemmBench:
         floor = max(flops / peak / 1e6, (touched + sum(counts) * (k * w.element_size() + 2 * n)) / self.ceilings["read_gbs"] / 1e3)
         return {"case": case, "dtype": dtype, "tokens": tokens, "rows": sum(counts), "n": n, "k": k, "tile": plan.variant["name"],
                 "us": us, "tflops": flops / us["moe_tk"] / 1e6, "weights_gbs": touched / us["moe_tk"] / 1e3,
-                "roofline": floor / us["moe_tk"], "error": error, **self.clocks()}
+                "roofline": floor / us["moe_tk"], "error": error, "torch_failed": failure, **self.clocks}
 
     def activated(self, x: Any, n: int) -> tuple[Any, dict[str, Any]]:
         torch = self.torch
@@ -246,14 +271,23 @@ class GemmBench:
         torch.cuda.synchronize()
         return worst
 
-    @staticmethod
-    def clocks() -> dict[str, Any]:
-        import pynvml
 
+def read_clocks() -> dict[str, Any]:
+    """SM clock, power and whether power limits the clock, now; zeros without NVML."""
+    unknown = {"clock_mhz": 0, "power_w": 0, "power_limited": False}
+    try:
+        import pynvml
+    except ImportError:
+        return unknown
+    try:
         pynvml.nvmlInit()
         handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        reasons = pynvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle)
         return {"clock_mhz": pynvml.nvmlDeviceGetClockInfo(handle, pynvml.NVML_CLOCK_SM),
-                "power_w": pynvml.nvmlDeviceGetPowerUsage(handle) / 1000}
+                "power_w": round(pynvml.nvmlDeviceGetPowerUsage(handle) / 1000),
+                "power_limited": bool(reasons & pynvml.nvmlClocksThrottleReasonSwPowerCap)}
+    except pynvml.NVMLError:
+        return unknown
 
 
 def starts(counts: Any, row_block: int) -> list[int]:

@@ -27,8 +27,9 @@ def nvcc() -> str:
 
 def compile_log(nvcc: str, source: str, arch: str, out: Path, *more: str) -> str:
     include = (f"-I{REPO}", f"-isystem={pybind11.get_include()}", f"-isystem={sysconfig.get_paths()['include']}")
-    done = subprocess.run([nvcc, *FLAGS, *more, f"-gencode=arch=compute_{arch},code=sm_{arch}", *include, "-c", str(REPO / source), "-o",
-                           str(out)], capture_output=True, text=True, check=False)
+    target = f"-gencode=arch=compute_{arch},code=sm_{arch}"
+    command = [nvcc, *FLAGS, *more, target, *include, "-c", str(REPO / source), "-o", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout + done.stderr
 

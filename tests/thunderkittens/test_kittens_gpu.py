@@ -30,6 +30,13 @@ def raw(tensor):
     return tensor.view(torch.uint8)
 
 
+def assert_product(got, want, kind):
+    """Every element, and the whole. The tensor core keeps about 14 bits of the sums of e4m3 products."""
+    close = 1e-5 if kind == "bf16" else 2e-3
+    assert (got.double() - want).norm() <= close * want.norm()
+    assert ((got.double() - want).abs() <= 20 * close * want.std()).all()
+
+
 @pytest.mark.parametrize("name,cols,dtype", [("tma_128", 128, torch.bfloat16), ("tma_64", 32, torch.bfloat16),
                                              ("tma_32", 16, torch.bfloat16), ("tma_e4m3", 128, torch.float8_e4m3fn)])
 @pytest.mark.parametrize("row,col_tiles", [(0, 0), (64, 1), (96, 1)])
@@ -68,7 +75,7 @@ def test_mma_sync(kittens, kind, dtype, cols):
     a, b = random(32, cols, dtype=dtype), random(32, cols, dtype=dtype)
     out = torch.full((32, 32), torch.nan, device="cuda")
     getattr(kittens, f"mma_{kind}")(a.data_ptr(), b.data_ptr(), out.data_ptr())
-    torch.testing.assert_close(out.double(), a.double() @ b.double().t(), rtol=1e-3, atol=1e-3 * cols**0.5)
+    assert_product(out, a.double() @ b.double().t(), kind)
 
 
 @pytest.mark.parametrize("n", [16, 32, 64, 96, 128, 192, 256])
@@ -77,7 +84,7 @@ def test_wgmma_sets_then_adds(kittens, kind, dtype, cols, n):
     a, b = random(64, cols, dtype=dtype), random(n, cols, dtype=dtype)
     out = torch.full((64, n), torch.nan, device="cuda")
     getattr(kittens, f"wgmma_{kind}")(n, a.data_ptr(), b.data_ptr(), out.data_ptr())
-    torch.testing.assert_close(out.double(), 2 * a.double() @ b.double().t(), rtol=2e-3, atol=4e-3 * cols**0.5)
+    assert_product(out, 2 * a.double() @ b.double().t(), kind)
 
 
 def test_row_operations(kittens):
@@ -87,7 +94,7 @@ def test_row_operations(kittens):
     kittens.rows(x.data_ptr(), scaled.data_ptr(), sums.data_ptr(), largest.data_ptr())
     assert torch.equal(largest, x.float().amax(1))
     torch.testing.assert_close(sums, x.float().sum(1), rtol=1e-5, atol=1e-4)
-    assert torch.equal(scaled, x.float() * largest[:, None] * 2)
+    torch.testing.assert_close(scaled, x.float() * largest[:, None] * 2, rtol=3e-7, atol=0)
     x[3, 7] = torch.nan
     kittens.rows(x.data_ptr(), scaled.data_ptr(), sums.data_ptr(), largest.data_ptr())
     assert largest[3].isnan() and not largest[2].isnan(), "a NaN must stay in the largest"
