@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+import shutil
 import subprocess
 import sysconfig
 from pathlib import Path
@@ -54,3 +56,33 @@ def test_tile_library_compiles(nvcc, tmp_path, arch):
 def test_task_builder_compiles_elsewhere(nvcc, tmp_path, arch):
     """The part of the engine without wgmma."""
     compile_log(nvcc, "tk_kernels/patterns/build_tasks.cu", arch, tmp_path / "a.o")
+
+
+def test_no_op_hooks_leave_no_trace(nvcc, tmp_path):
+    """The same machine code as an engine whose hook calls are cut out of the source."""
+    for folder in ("tk_kernels", "thunderkittens"):
+        shutil.copytree(REPO / folder, tmp_path / "cut" / folder)
+    engine = tmp_path / "cut" / "tk_kernels/engine/grouped_gemm.cuh"
+    text = engine.read_text()
+    for hook in (r"\n *Gate::wait\(g\.gate, w\.task\);", r"\n        if constexpr \(!Push::NOOP\) \{.*?\n        \}(?=\n)"):
+        text, cuts = re.subn(hook, "", text, flags=re.DOTALL)
+        assert cuts == 1, f"the engine calls no hook like {hook}"
+    engine.write_text(text)
+    plain, cut = (machine_code(nvcc, root, tmp_path / f"{root.name}.cubin") for root in (REPO, tmp_path / "cut"))
+    assert len(plain) > 300 and plain == cut
+
+
+def machine_code(nvcc: str, root: Path, cubin: Path) -> list[str]:
+    """Instructions and register counts of the plain 128 x 256 kernel."""
+    source = cubin.with_suffix(".cu")
+    source.write_text(f"""#include "{root}/tk_kernels/engine/grouped_gemm.cuh"
+#include "{root}/tk_kernels/hooks/epilogue.cuh"
+#include "{root}/tk_kernels/hooks/noop.cuh"
+using config = moe_tk::gemm_config<kittens::bf16, 128, 256, 4, 2, 1, 2, 2>;
+template __global__ void moe_tk::grouped_gemm<config, moe_tk::no_gate, moe_tk::plain_epilogue, moe_tk::no_push>(
+    const __grid_constant__ moe_tk::gemm_globals<config, moe_tk::no_gate, moe_tk::plain_epilogue, moe_tk::no_push>);
+""")
+    run = functools.partial(subprocess.run, check=True, capture_output=True, text=True)
+    run([nvcc, *FLAGS[:3], "-gencode=arch=compute_90a,code=sm_90a", "-cubin", "-o", cubin, source])
+    listing = run([Path(nvcc).with_name("cuobjdump"), "-sass", "-res-usage", cubin]).stdout
+    return ["".join(found) for found in re.findall(r"/\*[0-9a-f]{4,}\*/ +([A-Z@].*?;)|(REG:\d+)", listing)]
