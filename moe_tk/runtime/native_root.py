@@ -2,13 +2,15 @@
 
 Convention: `tk_kernels/bindings/X_module.cpp` is the host module `moe_tk_X`, and `tk_kernels/bindings/Y_module.cu`
 is the CUDA module `moe_tk_Y`. All of `tk_kernels/probe/*.cu` make one CUDA module, `moe_tk_probe`, which the doctor loads.
-A new binding needs no entry in a list.
+A new binding needs no entry in a list. A module of several sources names the others, relative to the native root, in comment
+lines `// with: PATH PATH` of its binding; they are compiled side by side.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,13 +53,18 @@ def native_modules(root: Path | None = None) -> list[NativeModule]:
     kinds = {".cpp": "host", ".cu": "cuda"}
     modules = [
         NativeModule(name=f"moe_tk_{path.stem.removesuffix('_module')}", kind=kinds[path.suffix],
-                     sources=(f"tk_kernels/bindings/{path.name}",))
+                     sources=(f"tk_kernels/bindings/{path.name}", *_companions(path)))
         for path in bindings.glob("*_module.*") if path.suffix in kinds
     ]
     probes = sorted((root / "tk_kernels" / "probe").glob("*.cu"))
     if probes:
         modules.append(NativeModule(PROBE_MODULE, "cuda", tuple(f"tk_kernels/probe/{path.name}" for path in probes)))
     return sorted(modules, key=lambda module: module.name)
+
+
+def _companions(binding: Path) -> tuple[str, ...]:
+    lines = re.findall(r"^// with: (.+)$", binding.read_text(), re.MULTILINE)
+    return tuple(path for line in lines for path in line.split())
 
 
 def hash_sources(root: Path, sources: Sequence[Path]) -> str:
