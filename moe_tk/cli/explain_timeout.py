@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from moe_tk.runtime.faults import place_of, roots
+from moe_tk.runtime.faults import died, place_of, roots
 from moe_tk.runtime.records import read_records
 
 
@@ -20,7 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def _why(rank: int, content: dict) -> str:
     """What is known of a rank that waits for nobody."""
     record = next((r for r in content["records"] if r["rank"] == rank), None)
-    if rank in content["dead"]:
+    if record is None and rank in died(content["records"], set(content["dead"])):
         return "its process died"
     if record is None:
         return "left no record: it never made this call, is stopped, or is busy in its own code"
@@ -39,8 +39,9 @@ def graph_lines(content: dict) -> list[str]:
         record = next((r for r in content["records"] if r["rank"] == rank), None)
         if record and record["missing"]:
             targets = ", ".join(f"rank {missing}" for missing in record["missing"])
-            lines.append(f"rank {rank} --[ {place_of(record)}, {record['seconds']:.2f} s ]--> {targets}")
-        elif rank in start or rank in content["dead"]:
+            late = "   <== start here: it came to this wait when the others had waited long" if rank in start else ""
+            lines.append(f"rank {rank} --[ {place_of(record)}, {record['seconds']:.2f} s ]--> {targets}{late}")
+        elif rank in start:
             lines.append(f"rank {rank} <== start here: {_why(rank, content)}")
         else:
             lines.append(f"rank {rank} {_why(rank, content)}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from fault_lab import (
     DEATH_LIMIT_S,
     FAULT_PHASES,
@@ -34,6 +36,7 @@ from fault_lab import (
     values,
 )
 
+import moe_tk
 from moe_tk.memory import shm
 from moe_tk.runtime import session as sessions
 from moe_tk.runtime import watch as watches
@@ -69,8 +72,16 @@ def die_one_after_the_other(rank: int, world: int, board_path: str, store: str) 
         kind, text, at = failure_of(lambda layer=layer, left=left: [layer(*inputs(rank, left + call)) for call in range(3)])
         assert kind == "PeerLost" and f"rank {left} died" in text, text
         latencies.append(at - board.at(left, STRUCK))
+        begin = time.monotonic()
+        kind, text, at = failure_of(make_layer)  # the old group must say so, not hang
+        assert kind == "PeerLost" and at - begin < DEATH_LIMIT_S, text
         assert rebuild(list(range(left)), rank, f"{store}-{left}") == "right"
         layer = make_layer()
+        x = torch.ones(2, 8)
+        assert torch.equal(moe_tk.ops.ag_gemm(x, x), torch.full((2 * left, 2), 8.0))
+        gc.collect()
+        watches_now = sum(thread.name == "moe_tk liveness" for thread in threading.enumerate())
+        assert watches_now == len(sessions._live) == 3  # of the layer and of the op: its lobby and its data
     assert wrong == []
     return latencies
 
@@ -81,6 +92,26 @@ def test_sym_08_group_after_group(tmp_path):
     assert [outcome.exit_code for outcome in outcomes[1:]] == [-signal.SIGKILL] * 3
     assert len(outcomes[0].value) == 3, outcomes[0]
     assert max(outcomes[0].value) < DEATH_LIMIT_S
+
+
+def two_die(rank: int, world: int, board_path: str, store: str) -> tuple[str, str, float, str]:
+    board, wrong, call = Board(board_path, world), [], itertools.count()
+    layer = make_layer()
+    checked_call(layer, inputs(rank, next(call)), wrong)
+    if rank in (1, 3):
+        arm("kill", "gemm1" if rank == 1 else "combine", 2, seconds=0, stamp=board.address(rank, STRUCK))
+    kind, text, at = failure_of(lambda: [checked_call(layer, inputs(rank, next(call)), wrong) for _ in range(3)])
+    assert wrong == []
+    time.sleep(0.2)  # the second may die a little later
+    return kind, text, at - max(board.at(1, STRUCK), board.at(3, STRUCK)), rebuild([0, 2, 4], rank, store)
+
+
+def test_two_ranks_die_in_one_call(tmp_path):
+    outcomes = run_ranks(5, two_die, str(tmp_path / "store"), folder=tmp_path)
+    assert [outcomes[rank].exit_code for rank in (1, 3)] == [-signal.SIGKILL] * 2
+    for kind, text, latency, rebuilt in values(outcomes[::2]):
+        assert kind == "PeerLost" and re.search("rank 1 died|rank 3 died|ranks 1, 3 died", text), text
+        assert latency < DEATH_LIMIT_S and rebuilt == "right"
 
 
 def die_in_set_up(rank: int, world: int, board_path: str, step: str) -> tuple[str, str, float]:

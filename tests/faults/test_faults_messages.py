@@ -141,8 +141,17 @@ def test_a_rank_without_a_next_step_is_shown_as_such(tmp_path):
     records = [record(0, [1, 2, 3], "timeout"), record(1, []), record(2, [], "host")]
     path = write_records(records, op="moe_layer", rank=0, world=4, dead=[], message="")
     lines = graph_lines(read_records(path))
-    assert "--> rank 1, rank 2, rank 3" in lines[0] and "at work" in lines[1] and "raised an exception" in lines[2]
-    assert "left no record" in lines[3]
+    assert "--> rank 1, rank 2, rank 3" in lines[0] and "at work" in lines[1] and "left no record" in lines[3]
+    assert "start here: raised an exception" in lines[2] and sum("start here" in line for line in lines) == 1
+
+
+def test_the_graph_of_a_death_and_of_a_rank_that_was_stopped(tmp_path):
+    records = [record(0, [1, 2], "peer_lost", producer=1), record(2, [0])]
+    lines = graph_lines(read_records(write_records(records, op="moe_layer", rank=0, world=3, dead=[1, 2], message="")))
+    assert "rank 1 <== start here: its process died" in lines and sum("start here" in line for line in lines) == 1
+    records = [record(0, [1], "timeout"), record(1, [0], seconds=0.2)]  # as rank 1 sees it when it is continued
+    lines = graph_lines(read_records(write_records(records, op="moe_layer", rank=1, world=2, dead=[0], message="")))
+    assert "start here: it came to this wait when" in lines[1] and "start here" not in lines[0]
 
 
 def test_each_failure_of_a_process_has_its_own_record(tmp_path):
@@ -205,8 +214,9 @@ def test_a_limit_in_the_environment_is_checked(monkeypatch, name, value):
 def pass_limits(rank: int, world: int, board_path: str) -> tuple[list[tuple[str, str]], list[float]]:
     x = torch.zeros(4, 8)
     refused = []
+    calls = (make_layer, lambda **limit: moe_tk.ops.ag_gemm(x, x, **limit), lambda **limit: moe_tk.ops.gemm_rs(x, x, **limit))
     for value in (0, -1.0, float("nan"), float("inf"), "1", True, [1]):
-        for call in (make_layer, lambda **limit: moe_tk.ops.ag_gemm(x, x, **limit), lambda **limit: moe_tk.ops.gemm_rs(x, x, **limit)):
+        for call in calls:
             refused.append(failure_of(lambda call=call, value=value: call(timeout_s=value))[:2])
     taken = [make_layer(timeout_s=None).timeout_s]
     os.environ["MOE_TK_TIMEOUT_S"] = "2.5"

@@ -99,7 +99,7 @@ def test_sym_11_one_call_in_flight(run_ranks):
     told = run_ranks(2, overlapping_calls, PAIR)
     assert [error for error, _, _ in told[0]] == ["MoETkError", "MoETkError"]
     for _, text, seconds in told[0]:
-        assert "in flight" in text and "one at a time" in text and seconds < 0.3
+        assert "in flight" in text and "one at a time" in text and seconds < 0.45  # the late rank comes after 0.5 s
 
 
 BAD_LAYERS = {

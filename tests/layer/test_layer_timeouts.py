@@ -24,7 +24,7 @@ def test_a_rank_that_never_comes(run_ranks, pattern, absent):
         assert error == "ProtocolTimeout" and text.startswith(f"moe_layer: missing {missing}."), text
         assert "phase exchange" in text and f"rank {rank} waited" in text and f"timeout_s (now {LIMIT_S})" in text
         assert LIMIT_S <= seconds < LIMIT_S + 1.0
-        assert second_error == "MoETkError" and "unusable since an earlier call failed" in second_text and second_seconds < 0.2
+        assert second_error == "MoETkError" and "unusable since an earlier call failed" in second_text and second_seconds < LIMIT_S
 
 
 def test_a_rank_that_never_comes_to_the_first_call(run_ranks):

@@ -1,20 +1,21 @@
 // The clocks of bounded waits. Rank 2 works item by item and then delivers to rank 1, which waits for it and passes on to rank 0,
-// where one block waits for rank 1 and another for the first block. Time runs in ticks; a waiter looks once per
-// tick, or only every other tick if it is starved (STARVED).
+// where one block waits for rank 1 and another for the first block: the two waits that are modelled. Time runs in ticks; a waiter
+// looks once per tick, or only every other tick if it is starved (STARVED).
 //
-// While rank 2 works (an item in at most SLOW ticks) no wait may run out, even if rank 0 is stopped and continued (FREEZE) or the
-// whole machine is paused (PAUSE). If rank 2 is stuck (STUCK), all waits must end before END, and at rank 0 the wait for the other
-// rank must speak first, since only it names whom it misses.
+// While rank 2 works (an item in at most SLOW ticks) no wait may run out, even if rank 0 is stopped and continued (STOPS) or the
+// whole machine is paused (PAUSE). If rank 2 is stuck (STUCK), both waits must end before END, and the wait for the other rank must
+// speak first, since only it names whom it misses. If rank 2 is late (LATE), no wait may give up when its word has come.
 //
 //@ holds at_work
-//@ holds stopped_and_continued -DFREEZE
+//@ holds stopped_and_continued -DSTOPS
 //@ holds machine_paused -DPAUSE
+//@ holds late -DLATE
 //@ holds stuck -DSTUCK
 //@ holds stuck_and_starved -DSTUCK -DSTARVED | waiters get to look only every other tick: they must end all the same
 //@ refuted COUNTS_FROM_BEGIN assertion | the time runs from the begin of the wait: slow is taken for stuck | KRN-10
 //@ refuted OWN_PROGRESS_ONLY assertion | a wait for the own rank looks at the own rank's progress only | KRN-10
 //@ refuted PRODUCER_ONLY assertion | a wait looks at the progress of its producer only, which may itself wait for one at work | KRN-10
-//@ refuted NO_SECOND_LOOK assertion -DFREEZE | the time is over, but the word has come since it was looked at
+//@ refuted NO_SECOND_LOOK assertion -DLATE | the time is over, but the word has come since it was looked at
 //@ refuted STOPPED_TIME_COUNTS assertion -DPAUSE | time in which the waiter did not run is held against the others
 //@ refuted STOPPED_TIME_FORGIVEN assertion -DSTUCK -DSTARVED | such time does not count at all: who always looks late waits for ever
 //@ refuted NO_GRACE assertion -DSTUCK | waits for the own rank have the same limit as those for others
@@ -24,26 +25,20 @@
 #define FROZEN 1     // patience::FROZEN_NS
 #define SLOW 3
 #define ITEMS 2
-#ifdef STUCK
-#define END 40       // by then every wait has ended
-#else
-#define END 18       // as far as we look
-#endif
+#define END 24       // STUCK: by then every wait has ended; else as far as we look
 #define NEVER 255
 
-#define RELAY 0      // rank 1 waits for rank 2
-#define REMOTE 1     // rank 0 waits for rank 1
-#define LOCAL 2      // rank 0 waits for its own block REMOTE
-#define WAITS 3
+#define REMOTE 0     // rank 0 waits for rank 1
+#define LOCAL 1      // rank 0 waits for its own block REMOTE
 
 byte now;
-byte left = SLOW;    // ticks until rank 2 has to have finished its item
-bool stuck;          // rank 2 will not do anything any more
+byte left = SLOW;    // ticks until rank 2, later rank 1, has to have done its part
+bool stuck;          // nothing more is to come from there
 byte progress[3];    // of each rank, as the others have heard of it
-bool word[WAITS];    // what each wait waits for
-byte looked[WAITS], alive[WAITS], last_sign[WAITS];  // patience
-bool waits[WAITS];   // the wait is not over yet
-bool gave_up[WAITS];
+bool word[2];        // what each wait waits for
+byte looked[2], alive[2], last_sign[2];  // patience
+bool waits[2];       // the wait is not over yet
+bool gave_up[2];
 bool aborted;
 
 #ifdef STARVED
@@ -51,14 +46,18 @@ bool aborted;
 #else
 #define SLACK 1
 #endif
-#ifdef FREEZE
+#ifdef STOPS
 bool stopped, continued;  // rank 0, all of it: SIGSTOP, SIGCONT
-#define runs(w) ((w) == RELAY || !stopped)
+#define runs (!stopped)
 #else
-#define runs(w) true
+#define runs true
 #endif
-#define on_time(w) (!waits[w] || !runs(w) || now - looked[w] < SLACK)
+#define on_time(w) (!waits[w] || !runs || now - looked[w] < SLACK)
+#ifdef LATE
+#define in_time true
+#else
 #define in_time (stuck || left > 0)
+#endif
 
 active proctype clock() {
 #ifdef PAUSE
@@ -67,7 +66,7 @@ active proctype clock() {
 end:
     do
     :: d_step {
-            (waits[0] || waits[1] || waits[2]) && now < END && in_time && on_time(0) && on_time(1) && on_time(2) ->
+            (waits[REMOTE] || waits[LOCAL]) && now < END && in_time && on_time(REMOTE) && on_time(LOCAL) ->
             now++;
 #ifdef STUCK
             assert(now < END);  // every wait ends
@@ -77,35 +76,26 @@ end:
             :: else
             fi
         }
-#ifdef FREEZE
+#ifdef STOPS
     :: d_step { !stopped && !continued -> stopped = true }
     :: d_step { stopped -> stopped = false; continued = true }
 #endif
 #ifdef PAUSE
-    :: d_step { !paused && now < 12 -> paused = true; now = now + 12 }  // nobody runs; what is under way stays so
+    :: d_step { !paused && now < END / 2 -> paused = true; now = now + END / 2 }  // nobody runs; what is under way stays so
 #endif
     od
 }
 
-// Rank 2. Peers hear of progress at most every so often, so of the last item perhaps never: note_progress.
-active proctype worker() {
+// Ranks 2 and 1. Peers hear of progress at most every so often, so of the last item perhaps never: note_progress.
+active proctype others() {
     byte item;
     do
-    :: item < ITEMS ->
-        if
-        :: d_step {
-                item++;
-                left = SLOW;
-                if
-                :: item < ITEMS -> progress[2]++
-                :: else -> word[RELAY] = true; stuck = true
-                fi
-            }
+    :: d_step { item < ITEMS - 1 -> item++; progress[2]++; left = SLOW }
+    :: d_step { item == ITEMS - 1 -> item++; left = 1 }
+    :: d_step { item == ITEMS -> item++; word[REMOTE] = true; stuck = true } -> break
 #ifdef STUCK
-        :: d_step { stuck = true; left = NEVER; item = ITEMS + 1 }
+    :: d_step { item < ITEMS -> stuck = true; left = NEVER } -> break
 #endif
-        fi
-    :: item >= ITEMS -> break
     od
 }
 
@@ -113,7 +103,7 @@ active proctype worker() {
 #if defined(OWN_PROGRESS_ONLY)
 #define sign_of(w) ((w) == LOCAL -> progress[0] : progress[0] + progress[1] + progress[2])
 #elif defined(PRODUCER_ONLY)
-#define sign_of(w) ((w) == RELAY -> progress[2] : ((w) == REMOTE -> progress[1] : progress[0] + progress[1] + progress[2]))
+#define sign_of(w) ((w) == REMOTE -> progress[1] : progress[0] + progress[1] + progress[2])
 #else
 #define sign_of(w) (progress[0] + progress[1] + progress[2])
 #endif
@@ -122,6 +112,19 @@ active proctype worker() {
 #define limit(w) LIMIT
 #else
 #define limit(w) ((w) == LOCAL -> LIMIT + GRACE : LIMIT)
+#endif
+
+#if defined(STOPPED_TIME_COUNTS)
+#define FORGIVEN(w) 0
+#elif defined(STOPPED_TIME_FORGIVEN)
+#define FORGIVEN(w) (now - looked[w])
+#else
+#define FORGIVEN(w) (now - looked[w] - FROZEN)
+#endif
+#ifdef COUNTS_FROM_BEGIN
+#define ALIVE(w) alive[w]
+#else
+#define ALIVE(w) now
 #endif
 
 // protocol::patience::over
@@ -137,28 +140,15 @@ active proctype worker() {
     fi; \
     over = now - alive[w] >= limit(w)
 
-#if defined(STOPPED_TIME_COUNTS)
-#define FORGIVEN(w) 0
-#elif defined(STOPPED_TIME_FORGIVEN)
-#define FORGIVEN(w) (now - looked[w])
-#else
-#define FORGIVEN(w) (now - looked[w] - FROZEN)
-#endif
-#ifdef COUNTS_FROM_BEGIN
-#define ALIVE(w) alive[w]
-#else
-#define ALIVE(w) now
-#endif
-
 // protocol::spin_until
 proctype wait(byte w) {
     byte sign;
     bool over, ended;
     do
-    :: word[w] && runs(w) -> break
-    :: d_step { !word[w] && runs(w) && looked[w] != now -> sign = sign_of(w) };
+    :: word[w] && runs -> break
+    :: d_step { !word[w] && runs && looked[w] != now -> sign = sign_of(w) };
         d_step {
-            runs(w);
+            runs;
             reckon(w);
             sign = 0;
 #ifdef NO_SECOND_LOOK
@@ -169,11 +159,12 @@ proctype wait(byte w) {
             over = false;
             if
             :: ended ->
-#ifndef STUCK
-                assert(false);  // a wait ran out although everybody was at work
+                assert(!word[w]);  // the word has the last say
+#if !defined(STUCK) && !defined(LATE)
+                assert(false);     // a wait ran out although everybody was at work
 #endif
 #ifndef STARVED
-                assert(w != LOCAL || gave_up[REMOTE] || aborted);
+                assert(w != LOCAL || gave_up[REMOTE] || word[REMOTE] || aborted);
 #endif
                 gave_up[w] = true;
                 aborted = true
@@ -188,9 +179,8 @@ proctype wait(byte w) {
     od;
     skip;
     d_step {
-        runs(w);
+        runs;
         if
-        :: w == RELAY && word[w] -> word[REMOTE] = true; progress[1]++
         :: w == REMOTE && word[w] -> word[LOCAL] = true; progress[0]++
         :: else
         fi;
@@ -201,10 +191,8 @@ proctype wait(byte w) {
 
 init {
     atomic {
-        waits[0] = true;
-        waits[1] = true;
-        waits[2] = true;
-        run wait(RELAY);
+        waits[REMOTE] = true;
+        waits[LOCAL] = true;
         run wait(REMOTE);
         run wait(LOCAL)
     }
