@@ -1,0 +1,98 @@
+"""Argument checks of the layer and the ops: one sentence each, before anything is sent or allocated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_tk.config import env
+from moe_tk.errors import ArgumentError, ArgumentTypeError
+
+ALIGNMENT = 8                        # elements of a row: 16 bytes in bfloat16, the unit of a bulk copy
+COPY_LIMIT_BYTES = 64 * 2**20        # a strided input up to this size is copied, a larger one is refused
+MAX_TOP_K = 64
+ID_DTYPES = (torch.int32, torch.int64)
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
+
+
+def names(dtypes: tuple[torch.dtype, ...]) -> str:
+    return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
+
+
+def check_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
+    """`value`, if it is an integer in least..most."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ArgumentTypeError(f"{name} must be an integer, got {type(value).__name__}")
+    if value < least or (most is not None and value > most):
+        span = f"{least}..{most}" if most is not None else f">= {least}"
+        near = least if value < least else most
+        raise ArgumentError(f"{name} is {value}, wanted {span}; the nearest valid value is {near}")
+    return value
+
+
+def check_width(name: str, value: Any) -> int:
+    """`value`, if rows of that many elements can be moved: a positive multiple of ALIGNMENT."""
+    check_count(name, value)
+    if value % ALIGNMENT:
+        below, above = value // ALIGNMENT * ALIGNMENT, -(-value // ALIGNMENT) * ALIGNMENT
+        near = f"{below} and {above}" if below else str(above)
+        raise ArgumentError(f"{name} is {value}, wanted a multiple of {ALIGNMENT} (rows are moved in units of 16 bytes); "
+                            f"the nearest valid values are {near}")
+    return value
+
+
+def check_tensor(name: str, value: Any, *, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], layout: str) -> Tensor:
+    """`value`, if it is a CPU tensor of one of `dtypes` and of `shape` (None = any extent) that needs no gradient."""
+    if not isinstance(value, Tensor):
+        raise ArgumentTypeError(f"{name} must be a tensor {layout}, got {type(value).__name__}")
+    if value.dtype not in dtypes:
+        raise ArgumentTypeError(f"{name} has dtype {str(value.dtype).removeprefix('torch.')}, wanted {names(dtypes)}")
+    if value.device.type != "cpu":
+        raise ArgumentError(f"{name} is on {value.device}, but this layer runs on the CPU back end: move it with .cpu()")
+    if value.dim() != len(shape) or any(want is not None and have != want for have, want in zip(value.shape, shape, strict=True)):
+        wanted = [("any" if extent is None else extent) for extent in shape]
+        raise ArgumentError(f"{name} has shape {list(value.shape)}, wanted {layout} = {wanted}".replace("'", ""))
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ArgumentError(f"{name} requires a gradient, but moe_tk has the forward pass only: call it under torch.no_grad() or "
+                            f"pass {name}.detach()")
+    return value
+
+
+def as_contiguous(name: str, value: Tensor) -> Tensor:
+    """`value` with rows one after the other: copied if it is strided and not too large to do that silently."""
+    if value.is_contiguous():
+        return value
+    size = value.numel() * value.element_size()
+    if size > COPY_LIMIT_BYTES:
+        raise ArgumentError(f"{name} has strides {value.stride()} and {size / 2**20:.0f} MiB: strided inputs are copied up to "
+                            f"{COPY_LIMIT_BYTES // 2**20} MiB; pass {name}.contiguous()")
+    return value.contiguous()
+
+
+def check_routing(topk_ids: Any, topk_weights: Any, *, num_tokens: int, top_k: int, num_experts: int, rank: int) -> tuple[Tensor, Tensor]:
+    """(topk_ids [T, k], topk_weights [T, k] float32), if they can be a routing of `num_tokens` tokens.
+
+    -1 and ids >= num_experts mean "skip"; with MOE_TK_VALIDATE=1 only -1 does, and other ids outside are refused.
+    """
+    if isinstance(topk_ids, Tensor) and isinstance(topk_weights, Tensor):
+        if topk_ids.is_floating_point() and not topk_weights.is_floating_point():
+            raise ArgumentTypeError(f"topk_ids is {topk_ids.dtype} and topk_weights is {topk_weights.dtype}: are they swapped? The "
+                                    "order is (hidden_states, topk_ids, topk_weights)")
+    shape = (num_tokens, top_k)
+    ids = check_tensor("topk_ids", topk_ids, dtypes=ID_DTYPES, shape=shape, layout="[T, k]")
+    weights = check_tensor("topk_weights", topk_weights, dtypes=WEIGHT_DTYPES, shape=shape, layout="[T, k]").float()
+    valid = (ids >= 0) & (ids < num_experts)
+    bad = valid & ~torch.isfinite(weights)
+    if bad.any():
+        token, choice = (int(i) for i in bad.nonzero()[0])
+        raise ArgumentError(f"topk_weights[{token}, {choice}] is {weights[token, choice].item()} on rank {rank}, wanted a finite number")
+    if env("MOE_TK_VALIDATE"):
+        outside = ~valid & (ids != -1)
+        if outside.any():
+            token, choice = (int(i) for i in outside.nonzero()[0])
+            raise ArgumentError(f"topk_ids[{token}, {choice}] is {ids[token, choice].item()} on rank {rank}, wanted -1 (skip) or "
+                                f"0..{num_experts - 1}")
+    return ids, weights

@@ -1,0 +1,1 @@
+"""The `moe_tk` command: `main` dispatches to one module per subcommand."""

@@ -1,0 +1,183 @@
+"""MoELayer: the whole layer behind one call, EP or TP, on the back end that its tensors are on (CPU for now)."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_tk import reference as _reference
+from moe_tk.arguments import (
+    COMPUTE_DTYPES,
+    MAX_TOP_K,
+    as_contiguous,
+    check_count,
+    check_routing,
+    check_tensor,
+    check_width,
+    names,
+)
+from moe_tk.config import env
+from moe_tk.errors import ArgumentError, ArgumentTypeError, MoETkError
+from moe_tk.group import resolve_group
+from moe_tk.memory.estimate import MemoryEstimate, estimate, layer_geometry
+from moe_tk.planner import Plan, make_plan
+from moe_tk.runtime.calls import CallOptions, open_routed_call, run_mega, run_two_kernel, signature_of
+from moe_tk.runtime.launch import Activation, CallStats, resolve_activation
+from moe_tk.runtime.serial import run_serial
+from moe_tk.runtime.session import SESSIONS, CallHeader
+from moe_tk.weights import from_checkpoint
+
+WEIGHT_POSITIONS = ("before_l2", "combine")
+RUNNERS = {"mega": run_mega, "two_kernel": run_two_kernel, "serial": run_serial}
+_layers: weakref.WeakValueDictionary[int, MoELayer] = weakref.WeakValueDictionary()
+_handles = itertools.count(1)
+
+
+def find_layer(handle: int) -> MoELayer:
+    """The live layer of a handle; raises MoETkError when it is gone."""
+    layer = _layers.get(handle)
+    if layer is None:
+        raise MoETkError(f"there is no MoELayer with handle {handle} in this process (any more)")
+    return layer
+
+
+class MoELayer:
+    """A Mixture-of-Experts layer over the ranks of a group: y = sum over k of weight * expert(x).
+
+    group          ProcessGroup, one-dimensional DeviceMesh or None (default group, or one process alone)
+    mode           "ep": this rank owns whole experts, E_local = E / world (the first ranks own one more if it does not
+                   divide); "tp": it owns I / world columns of every expert
+    dtype          torch.bfloat16 or torch.float32; accumulation and routing weights are float32
+    weight_position "before_l2": the routing weight multiplies the activation before the second GEMM; "combine": the
+                   expert's output. Equal in exact arithmetic, not in bfloat16
+    timeout_s      limit of every wait (default MOE_TK_TIMEOUT_S, 10 s)
+
+    Making one is a collective: all ranks make the same layers in the same order. Raises ArgumentError for sizes that
+    cannot be, CapacityError when memory is short, BuildError when the native module cannot be built.
+    """
+
+    def __init__(self, group: Any = None, *, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int,
+                 max_tokens_per_rank: int, mode: str = "ep", pattern: str = "auto", protocol: str = "auto",
+                 dtype: torch.dtype = torch.bfloat16, activation: str | Activation = "swiglu", swiglu_limit: float | None = None,
+                 weight_position: str = "before_l2", timeout_s: float | None = None, segments: int | None = None,
+                 compute_blocks: int | None = None, pull: bool = False) -> None:
+        self.group = resolve_group(group)
+        self.num_experts = check_count("num_experts", num_experts)
+        self.top_k = check_count("top_k", top_k, most=min(MAX_TOP_K, num_experts))
+        self.hidden_size = check_width("hidden_size", hidden_size)
+        self.intermediate_size = check_count("intermediate_size", intermediate_size, least=self.group.world if mode == "tp" else 1)
+        self.max_tokens_per_rank = check_count("max_tokens_per_rank", max_tokens_per_rank)
+        if mode not in ("ep", "tp"):
+            raise ArgumentError(f"mode is {mode!r}, wanted 'ep' or 'tp' (a mix of both is not supported: make one layer per group)")
+        if dtype not in COMPUTE_DTYPES:
+            raise ArgumentTypeError(f"dtype is {dtype}, wanted {names(COMPUTE_DTYPES)}")
+        if weight_position not in WEIGHT_POSITIONS:
+            raise ArgumentError(f"weight_position is {weight_position!r}, wanted one of {', '.join(WEIGHT_POSITIONS)}")
+        self.timeout_s = float(env("MOE_TK_TIMEOUT_S") if timeout_s is None else timeout_s)
+        if not self.timeout_s > 0:
+            raise ArgumentError(f"timeout_s is {timeout_s}, wanted seconds > 0")
+        self.mode, self.dtype, self.weight_position = mode, dtype, weight_position
+        self.activation = resolve_activation(activation, swiglu_limit)
+        self.plan: Plan = make_plan(pattern=pattern, protocol=protocol, max_tokens=max_tokens_per_rank, cores=os.cpu_count() or 1,
+                                    world=self.group.world, segments=segments, compute_blocks=compute_blocks, pull=pull)
+        geometry = layer_geometry(
+            world=self.group.world, rank=self.group.rank, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
+            intermediate_size=intermediate_size, max_tokens_per_rank=max_tokens_per_rank, mode=mode,
+            dtype=str(dtype).removeprefix("torch."), pattern=self.plan.pattern, row_block=self.plan.row_block,
+            segments=self.plan.segments, job_chunk=self.plan.job_chunk)
+        self.memory: MemoryEstimate = estimate(geometry)
+        self.session = SESSIONS.get(self.group, geometry)
+        self.ordinal = self.session.add_layer()
+        self.expert_load = torch.zeros(geometry.num_local_experts, dtype=torch.int64)
+        self.stats = CallStats()
+        self.tables = None  # of the last call
+        self.record_trace = False
+        self._w13: Tensor | None = None
+        self._w2: Tensor | None = None
+        self.handle = next(_handles)
+        _layers[self.handle] = self
+
+    @property
+    def num_local_experts(self) -> int:
+        """Experts that this rank computes: its own in EP, all of them in TP."""
+        return self.session.geometry.num_local_experts
+
+    @property
+    def local_intermediate(self) -> int:
+        """Intermediate columns that this rank computes: all of them in EP, its share in TP."""
+        return self.session.geometry.intermediate
+
+    def load_weights(self, w13: Tensor, w2: Tensor, *, interleaved: bool = False, transposed: bool = False) -> None:
+        """Takes this rank's weights: w13 [E_local, 2I, H], gate rows first, w2 [E_local, H, I] (TP: I is this rank's share).
+
+        interleaved, transposed  other checkpoints' layouts, see moe_tk.weights.from_checkpoint; weights that are in our
+        layout already are kept as they are, not copied. Raises ArgumentError for other shapes or dtypes.
+        """
+        experts, inter, hidden = self.num_local_experts, self.local_intermediate, self.hidden_size
+        first, second = (experts, 2 * inter, hidden), (experts, hidden, inter)
+        if transposed:
+            first, second = (experts, hidden, 2 * inter), (experts, inter, hidden)
+        check_tensor("w13", w13, dtypes=(self.dtype,), shape=first, layout="[E_local, H, 2I]" if transposed else "[E_local, 2I, H]")
+        check_tensor("w2", w2, dtypes=(self.dtype,), shape=second, layout="[E_local, I, H]" if transposed else "[E_local, H, I]")
+        self._w13, self._w2 = from_checkpoint(w13.detach(), w2.detach(), interleaved=interleaved, transposed=transposed)
+
+    def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, out: Tensor | None = None) -> Tensor:
+        """[T, H] -> [T, H]. A collective: every rank calls, also with T = 0; T may differ from rank to rank and call to call.
+
+        topk_ids [T, k] int32 or int64, global expert ids; -1 and ids >= num_experts are skipped. topk_weights [T, k] float32
+        or bfloat16, need not sum to 1; the same expert twice in a row counts twice.
+        out  [T, H] contiguous, written in place of a new tensor
+
+        Raises on all ranks alike, and the layer stays usable: ArgumentError (this rank) with PeerRefused (the others),
+        CapacityError. Raises ProtocolTimeout or PeerLost when a rank does not come; the layer is unusable then.
+        """
+        if torch.compiler.is_compiling() and out is None:
+            return torch.ops.moe_tk.moe_layer(hidden_states, topk_ids, topk_weights, self.handle)
+        return self.forward_into(hidden_states, topk_ids, topk_weights, out)
+
+    def forward_into(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None) -> Tensor:
+        """The call itself, eager. Shapes as in __call__."""
+        signature = signature_of("moe_layer", self.session.geometry.shared_key(), self.plan.pattern, self.weight_position, self.activation)
+        options = CallOptions(op="moe_layer", plan=self.plan, timeout_s=self.timeout_s, layer=self.ordinal, activation=self.activation,
+                              weights_before_l2=self.weight_position == "before_l2", record_trace=self.record_trace)
+        with self.session.one_call("moe_layer"):
+            try:
+                hidden, ids, weights, out = self._check_call(hidden_states, topk_ids, topk_weights, out)
+            except ArgumentError as error:
+                self.session.open_call(CallHeader("moe_layer", self.ordinal, signature, 0), timeout_s=self.timeout_s, refused=str(error))
+                raise
+            call = open_routed_call(self.session, options, topk_ids=ids, topk_weights=weights, signature=signature,
+                                    num_experts=self.num_experts, segments=self.plan.segments)
+            RUNNERS[self.plan.pattern](call, hidden, self._w13, self._w2, out)
+        self.expert_load += call.tables.expert_load
+        self.stats, self.tables = call.stats, call.tables
+        return out
+
+    def _check_call(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        if self._w13 is None:
+            raise ArgumentError("the layer has no weights: call load_weights(w13, w2) first")
+        hidden = check_tensor("hidden_states", hidden_states, dtypes=(self.dtype,), shape=(None, self.hidden_size), layout="[T, H]")
+        tokens = hidden.shape[0]
+        ids, weights = check_routing(topk_ids, topk_weights, num_tokens=tokens, top_k=self.top_k, num_experts=self.num_experts,
+                                     rank=self.group.rank)
+        if out is None:
+            out = torch.empty(tokens, self.hidden_size, dtype=self.dtype)
+        check_tensor("out", out, dtypes=(self.dtype,), shape=(tokens, self.hidden_size), layout="[T, H]")
+        if not out.is_contiguous():
+            raise ArgumentError(f"out has strides {out.stride()}, wanted a contiguous tensor")
+        return as_contiguous("hidden_states", hidden), ids, weights, out
+
+    def reset_expert_load(self) -> None:
+        """Starts the counting of `expert_load` (tokens per local expert) anew."""
+        self.expert_load.zero_()
+
+    def reference(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: Tensor, w2: Tensor) -> Tensor:
+        """The unfused layer in float64 on this process, for the full weights w13 [E, 2I, H], w2 [E, H, I]: [T, H] float64."""
+        form = self.activation
+        return _reference.moe_layer(hidden_states, topk_ids, topk_weights, w13, w2, alpha=form.alpha, beta=form.beta,
+                                    gate_limit=form.gate_limit, up_limit=form.up_limit)

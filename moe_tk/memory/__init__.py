@@ -1,0 +1,8 @@
+"""Memory: sizes (geometry, layout, estimate) and the buffers made to them (shm, workspace)."""
+
+from __future__ import annotations
+
+from moe_tk.memory.estimate import MemoryEstimate, estimate_memory
+from moe_tk.memory.geometry import Geometry
+
+__all__ = ["Geometry", "MemoryEstimate", "estimate_memory"]

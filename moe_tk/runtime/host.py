@@ -1,0 +1,33 @@
+"""The native module of the CPU back end: built on first use, loaded once per process."""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+
+from moe_tk.errors import BuildError
+from moe_tk.memory.layout import CONTROL_BYTES, HEADER_BYTES
+from moe_tk.runtime.build import build_host_module, load_module
+
+NAME = "moe_tk_host"
+SOURCES = ("tk_kernels/bindings/host_module.cpp",)
+_module: ModuleType | None = None
+
+
+def host_module() -> ModuleType:
+    """The module; raises BuildError when it can be neither found in the cache nor built."""
+    global _module
+    if _module is None:
+        module = load_module(build_host_module(NAME, SOURCES), NAME)
+        if (module.CONTROL_BYTES, module.HEADER_BYTES) != (CONTROL_BYTES, HEADER_BYTES):
+            raise BuildError(f"{module.__file__} has control blocks of {module.CONTROL_BYTES} and headers of {module.HEADER_BYTES} "
+                             f"bytes, this package expects {CONTROL_BYTES} and {HEADER_BYTES}: clear the module cache")
+        _module = module
+    return _module
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """The module's number for an element type."""
+    module = host_module()
+    return {torch.float32: module.FLOAT32, torch.bfloat16: module.BFLOAT16}[dtype]

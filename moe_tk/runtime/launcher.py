@@ -1,0 +1,120 @@
+"""Starts the ranks of a CPU group on this machine, bounded in time, and leaves no process behind. For demo and tests;
+under torchrun the ranks are there already."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+from moe_tk.errors import MoETkError
+
+PRELOAD = ("torch", "moe_tk.layer", "moe_tk.ops")  # imported once by the fork server, not once per rank
+
+
+class RankFailure(MoETkError):
+    """A rank raised, died or did not end in time; the text has every rank's outcome."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How one rank ended: `value` if `error` is None. exit_code is negative for a signal."""
+
+    value: Any = None
+    error: str | None = None
+    exit_code: int | None = None
+
+
+def _rank_main(connection: Any, target: Callable, rank: int, world: int, store: str, timeout_s: float, args: tuple) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    try:
+        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world,
+                                timeout=timedelta(seconds=timeout_s))
+        value = target(rank, world, *args)
+        connection.send(("value", value))
+    except BaseException:
+        connection.send(("error", traceback.format_exc()))
+    finally:
+        connection.close()
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class RankProcesses:
+    """`world` processes that run target(rank, world, *args). Use as a context manager: leaving it kills what is left."""
+
+    def __init__(self, world: int, target: Callable, *args: Any, timeout_s: float = 120.0) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOAD))
+        self.world, self.deadline, self.timeout_s = world, time.monotonic() + timeout_s, timeout_s
+        self._folder = tempfile.TemporaryDirectory(prefix="moe_tk_store_")
+        self._pipes, self.processes, self._messages = [], [], {}
+        for rank in range(world):
+            receive, send = context.Pipe(duplex=False)
+            process = context.Process(target=_rank_main, name=f"rank {rank}", daemon=True,
+                                      args=(send, target, rank, world, f"{self._folder.name}/store", timeout_s, args))
+            process.start()
+            send.close()
+            self._pipes.append(receive)
+            self.processes.append(process)
+
+    def __enter__(self) -> RankProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process in self.processes:
+            if process.is_alive():
+                process.kill()
+            process.join(5)
+        self._folder.cleanup()
+
+    def outcomes(self) -> list[Outcome]:
+        """Waits for all ranks, until the deadline; a rank that is not done then is killed and says so in its outcome."""
+        waiting = dict(enumerate(self._pipes))
+        while waiting and time.monotonic() < self.deadline:
+            ready = multiprocessing.connection.wait(list(waiting.values()), timeout=0.5)
+            for rank in [r for r, pipe in waiting.items() if pipe in ready]:
+                try:
+                    self._messages[rank] = waiting[rank].recv()
+                except EOFError:
+                    self._messages[rank] = ("error", None)
+                del waiting[rank]
+        for rank in waiting:
+            self._messages[rank] = ("error", f"did not end within {self.timeout_s:g} s")
+        results = []
+        for rank, process in enumerate(self.processes):
+            process.join(max(0.1, min(10.0, self.deadline - time.monotonic())) if rank not in waiting else 0)
+            if process.is_alive():
+                process.kill()
+                process.join(5)
+            kind, payload = self._messages[rank]
+            if kind == "value":
+                results.append(Outcome(value=payload, exit_code=process.exitcode))
+            else:
+                results.append(Outcome(error=payload or f"process ended with exit code {process.exitcode}", exit_code=process.exitcode))
+        return results
+
+
+def run_ranks(world: int, target: Callable, *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    """[target(rank, world, *args) for all ranks], each in its own process with a gloo group of `world` ranks.
+
+    target must be importable (a module-level function), args and results picklable. Raises RankFailure if any rank
+    fails; no process is left after timeout_s.
+    """
+    with RankProcesses(world, target, *args, timeout_s=timeout_s) as ranks:
+        outcomes = ranks.outcomes()
+    failed = [(rank, outcome.error) for rank, outcome in enumerate(outcomes) if outcome.error is not None]
+    if failed:
+        raise RankFailure("\n".join(f"rank {rank}: {text}" for rank, text in failed))
+    return [outcome.value for outcome in outcomes]
