@@ -43,7 +43,7 @@ def test_bld_13_max_jobs_is_what_really_runs(mini_root, tmp_path, monkeypatch):
     """A compiler that notes how many of itself run; six sources, MAX_JOBS=2."""
     program = write_program(tmp_path / "bin" / "noting-g++", f"""#!/bin/sh
 case " $* " in *" -c "*)
-    echo $$ >'{tmp_path}'/running-$$; ls '{tmp_path}' | grep -c running- >>'{tmp_path}/seen'; sleep 0.1
+    echo $$ >'{tmp_path}'/running-$$; ls '{tmp_path}' | grep -c running- >>'{tmp_path}/seen'; sleep 0.3
     rm '{tmp_path}'/running-$$;; esac
 exec g++ "$@"
 """)

@@ -70,12 +70,12 @@ def test_bld_07_import_and_help_need_no_compiler_toolkit_or_driver():
     done = python("-c", "import moe_tk; print(moe_tk.__version__)")
     assert done.returncode == 0 and done.stderr == ""
     for words in (["--help"], ["build", "--help"], ["--version"]):
-        done = python("-m", "moe_tk.cli", *words)
+        done = python("-m", "moe_tk", *words)
         assert done.returncode == 0 and done.stderr == "" and done.stdout
 
 
 def test_bld_07_building_without_a_compiler_is_one_clear_message(tmp_path):
-    done = python("-m", "moe_tk.cli", "build", "--host", MOE_TK_CACHE_DIR=str(tmp_path / "cache"))
+    done = python("-m", "moe_tk", "build", "--host", MOE_TK_CACHE_DIR=str(tmp_path / "cache"))
     assert done.returncode == 1 and "Traceback" not in done.stderr
     assert done.stderr.startswith("moe_tk: BuildError: no usable C++20 compiler: neither g++, clang++ nor c++ is on ")
     assert not (tmp_path / "cache").exists()

@@ -52,6 +52,12 @@ __device__ __forceinline__ float max_nan(float a, float b) {
     return r;
 }
 
+__device__ __forceinline__ float tanh_approx(float x) {
+    float r;
+    asm("tanh.approx.f32 %0, %1;" : "=f"(r) : "f"(x));
+    return r;
+}
+
 // Carves aligned objects out of dynamic shared memory, in order.
 struct shared_allocator {
     uint8_t *next;

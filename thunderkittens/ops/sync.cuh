@@ -83,6 +83,16 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
 // All state spaces: after an acquire of a flag, before this thread's TMA loads of what the flag covers.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
 
+// ---- flags in device memory, GPU scope
+__device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t *flag) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(flag) : "memory");
+    return value;
+}
+__device__ __forceinline__ void add_release_gpu(uint32_t *flag, uint32_t value) {
+    asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(flag), "r"(value) : "memory");
+}
+
 // ---- clusters
 __device__ __forceinline__ int cluster_ctarank() {
     uint32_t rank;

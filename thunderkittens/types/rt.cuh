@@ -10,10 +10,13 @@ namespace kittens {
 template <class T> struct packed;
 template <> struct packed<float> { using type = float2; };
 template <> struct packed<bf16> { using type = bf16_2; };
+template <> struct packed<fp8e4m3> { using type = fp8e4m3_4; };
 
+// e4m3 base tiles have twice the columns: data[0] = (r, 4q..4q+3), data[1] = (r + 8, same), data[2], data[3] = 16 columns
+// further on, for lane l = 4 r + q. In bytes that is the layout of bf16.
 template <class T_> struct rt_base {
     using dtype = typename packed<T_>::type;
-    static constexpr int rows = TILE_DIM, cols = TILE_DIM;
+    static constexpr int rows = TILE_DIM, cols = sizeof(T_) == 1 ? 2 * TILE_DIM : TILE_DIM;
     dtype data[4];
 };
 
@@ -21,13 +24,14 @@ template <class T_, int ROWS, int COLS> struct rt {
     using T = T_;
     using dtype = typename packed<T_>::type;
     static constexpr int rows = ROWS, cols = COLS;
-    static constexpr int height = ROWS / TILE_DIM, width = COLS / TILE_DIM;
-    static_assert(ROWS % TILE_DIM == 0 && COLS % TILE_DIM == 0, "register tiles are multiples of 16 x 16");
+    static constexpr int height = ROWS / rt_base<T_>::rows, width = COLS / rt_base<T_>::cols;
+    static_assert(ROWS % rt_base<T_>::rows == 0 && COLS % rt_base<T_>::cols == 0, "register tiles are whole base tiles");
     rt_base<T_> tiles[height][width];
 };
 
 template <int R, int C> using rt_fl = rt<float, R, C>;
 template <int R, int C> using rt_bf = rt<bf16, R, C>;
+template <int R, int C> using rt_fp8e4m3 = rt<fp8e4m3, R, C>;
 
 // Row and column of element `half` (0 or 1) of data[k] of a base tile, for a lane.
 __host__ __device__ constexpr int rt_row(int lane, int k) { return lane / 4 + 8 * (k % 2); }

@@ -13,40 +13,55 @@ using namespace kittens;
 
 enum named_barrier_id { BAR_STORERS = 1 };
 
-template <class Cfg, class Tasks, class Gate, class Epilogue, class Push> struct gemm_globals {
+// 64 rows of 128 bytes: what a warpgroup hands to its storer at a time.
+template <class Out> using out_tile = st<Out, 64, SWIZZLE_BYTES / int(sizeof(Out))>;
+
+// Scales of e4m3 operands; nothing for other types.
+template <bool SCALED> struct scale_params {};
+template <> struct scale_params<true> {
+    const float *tokens;    // (K / 128, stride): one for each slot and 128 of K
+    int64_t tokens_stride;  // slots, a multiple of 4
+    const float2 *weights;  // (experts, col_blocks, K / 128): for the even and the odd groups of 8 of 128 columns
+    int col_blocks;         // ceil(N / 128)
+};
+
+template <class Cfg, class Gate, class Epilogue, class Push> struct gemm_globals {
     using T = typename Cfg::T;
-    using a_slab = st<T, Cfg::A_SLAB, Cfg::BLOCK_K>;
-    using b_slab = st<T, Cfg::B_SLAB, Cfg::BLOCK_K>;
-    using out_tile = st_bf<Cfg::WG_ROWS, 64>;
-    gl<T, 1, 1, -1, -1, a_slab> tokens;     // (slots, K)
-    gl<T, 1, -1, -1, -1, b_slab> weights;   // (experts, N, K)
-    gl<bf16, 1, 1, -1, -1, out_tile> out;   // (slots, N / COLUMN_RATIO)
-    typename Tasks::params tasks;
+    using Out = typename Epilogue::out_type;
+    using a_slab = st<T, Cfg::A_SLAB, Cfg::PANEL_K>;
+    using b_slab = st<T, Cfg::B_SLAB, Cfg::PANEL_K>;
+    gl<T, 1, 1, -1, -1, a_slab> tokens;             // (slots, K)
+    gl<T, 1, -1, -1, -1, b_slab> weights;           // (experts, N, K)
+    using out_slab = st<Out, Cfg::OUT_SLAB, out_tile<Out>::cols>;
+    gl<Out, 1, 1, -1, -1, out_slab> out;            // (slots, N / COLUMN_RATIO)
+    scale_params<Cfg::SCALED> scales;
+    task_table tasks;
     typename Gate::params gate;
     typename Epilogue::params epilogue;
     typename Push::params push;
     tma::cache_policy tokens_policy, weights_policy;
 };
 
-template <class Cfg> struct gemm_shared {
+template <class Cfg, class Out> struct gemm_shared {
     struct stage {
-        st<typename Cfg::T, Cfg::BLOCK_M, Cfg::BLOCK_K> a;
-        st<typename Cfg::T, Cfg::BLOCK_N, Cfg::BLOCK_K> b;
+        st<typename Cfg::T, Cfg::BLOCK_M, Cfg::PANEL_K> a[Cfg::PANELS];
+        st<typename Cfg::T, Cfg::BLOCK_N, Cfg::PANEL_K> b[Cfg::PANELS];
     };
     stage inputs[Cfg::STAGES];
-    st_bf<Cfg::WG_ROWS, 64> outputs[Cfg::CONSUMER_WGS][Cfg::OUT_STAGES];
+    out_tile<Out> outputs[Cfg::CONSUMER_WGS][Cfg::OUT_STAGES];
+    sv_fl<Cfg::SCALED ? Cfg::BLOCK_M : 4> token_scales[Cfg::SCALED ? Cfg::STAGES : 1];
     semaphore inputs_arrived[Cfg::STAGES], inputs_finished[Cfg::STAGES];
     semaphore outputs_arrived[Cfg::CONSUMER_WGS][Cfg::OUT_STAGES], outputs_finished[Cfg::CONSUMER_WGS][Cfg::OUT_STAGES];
 };
 
-// Dynamic shared memory of a launch: the struct, and room to align it to the 1024 bytes of a swizzle atom.
-template <class Cfg> constexpr int shared_bytes() {
-    constexpr int bytes = int(sizeof(gemm_shared<Cfg>)) + 1024;
+// Dynamic shared memory of a launch.
+template <class Cfg, class Out> constexpr int shared_bytes() {
+    constexpr int bytes = int(sizeof(gemm_shared<Cfg, Out>));
     static_assert(bytes <= MAX_SHARED_MEMORY, "stages and outputs exceed shared memory: lower STAGES");
     return bytes;
 }
 
-template <class Cfg> __device__ __forceinline__ void init_semaphores(gemm_shared<Cfg> &s) {
+template <class Cfg, class Shared> __device__ __forceinline__ void init_semaphores(Shared &s) {
     for (int i = 0; i < Cfg::STAGES; ++i) {
         init_semaphore(s.inputs_arrived[i], 1);  // the loader, with the bytes
         init_semaphore(s.inputs_finished[i], Cfg::CONSUMER_WARPS * Cfg::CLUSTER);
@@ -61,41 +76,53 @@ template <class Cfg> __device__ __forceinline__ void init_semaphores(gemm_shared
 
 // Whether consumer warpgroup `wg` has rows that are not padding, and something to store.
 template <class Cfg> __device__ __forceinline__ bool has_rows(const cluster_work &w, int wg) {
-    return !w.ghost && (wg / Cfg::WGS_N) * Cfg::WG_ROWS < w.task.rows;
+    return !w.ghost() && (wg / Cfg::WGS_N) * Cfg::WG_ROWS < w.task.rows;
 }
 
 // ---- loader: one thread -----------------------------------------------------------------------------------------
-template <class Cfg, class G>
-__device__ __forceinline__ void load_stage(const G &g, gemm_shared<Cfg> &s, int stage, const cluster_work &w, int rank,
-                                           int k_block, int a_slabs) {
+// One slab of a stage: by every block for itself, or by one of them for all.
+template <class Cfg, class ST, class GL>
+__device__ __forceinline__ void load_slab(ST &dst, const GL &src, const coord<> &at, semaphore &sem, bool shared, bool mine,
+                                          tma::cache_policy policy) {
+    constexpr uint16_t ALL = (1 << Cfg::CLUSTER) - 1;
+    if (Cfg::CLUSTER == 1 || !shared) tma::load_async(dst, src, at, sem, policy);
+    else if (mine) tma::cluster::load_async(dst, src, at, sem, ALL, policy);
+}
+
+template <class Cfg, class G, class Shared>
+__device__ __forceinline__ void load_stage(const G &g, Shared &s, int stage, const cluster_work &w, int rank, int k_block,
+                                           int a_slabs) {
     using ST_A = typename G::a_slab;
     using ST_B = typename G::b_slab;
-    constexpr uint16_t ALL = (1 << Cfg::CLUSTER) - 1;
     semaphore &sem = s.inputs_arrived[stage];
     auto &in = s.inputs[stage];
-    tma::expect_bytes(sem, a_slabs * ST_A::num_bytes + 2 * ST_B::num_bytes);
-    const int k = k_block * Cfg::BLOCK_K, row = w.task.row_block * Cfg::BLOCK_M, col = w.task.col_block * Cfg::BLOCK_N;
+    const int row = w.task.row_block * Cfg::BLOCK_M, col = w.task.col_block * Cfg::BLOCK_N;
+    const uint32_t scale_bytes = Cfg::SCALED ? a_slabs * Cfg::A_SLAB * sizeof(float) : 0;
+    tma::expect_bytes(sem, Cfg::PANELS * (a_slabs * ST_A::num_bytes + 2 * ST_B::num_bytes) + scale_bytes);
 #pragma unroll
-    for (int i = 0; i < Cfg::BLOCK_M / Cfg::A_SLAB; ++i) {
-        if (i >= a_slabs) continue;
-        const coord<> at(0, 0, row + i * Cfg::A_SLAB, k);
-        ST_A &dst = in.a.template row_slab<Cfg::A_SLAB>(i);
-        if (Cfg::CLUSTER == 1 || !w.share_a) tma::load_async(dst, g.tokens, at, sem, g.tokens_policy);
-        else if (i % Cfg::CLUSTER == rank) tma::cluster::load_async(dst, g.tokens, at, sem, ALL, g.tokens_policy);
+    for (int p = 0; p < Cfg::PANELS; ++p) {
+        const int k = k_block * Cfg::BLOCK_K + p * Cfg::PANEL_K;
+#pragma unroll
+        for (int i = 0; i < Cfg::BLOCK_M / Cfg::A_SLAB; ++i)
+            if (i < a_slabs)
+                load_slab<Cfg>(in.a[p].template row_slab<Cfg::A_SLAB>(i), g.tokens, {0, 0, row + i * Cfg::A_SLAB, k}, sem,
+                               w.share_a(), i % Cfg::CLUSTER == rank, g.tokens_policy);
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+            load_slab<Cfg>(in.b[p].template row_slab<Cfg::B_SLAB>(i), g.weights,
+                           {0, w.task.expert, col + i * Cfg::B_SLAB, k}, sem, w.share_b(), i % Cfg::CLUSTER == rank,
+                           g.weights_policy);
     }
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-        const coord<> at(0, w.task.expert, col + i * Cfg::B_SLAB, k);
-        ST_B &dst = in.b.template row_slab<Cfg::B_SLAB>(i);
-        if (Cfg::CLUSTER == 1 || !w.share_b) tma::load_async(dst, g.weights, at, sem, g.weights_policy);
-        else if (i % Cfg::CLUSTER == rank) tma::cluster::load_async(dst, g.weights, at, sem, ALL, g.weights_policy);
+    if constexpr (Cfg::SCALED) {
+        const float *scales = g.scales.tokens + k_block * g.scales.tokens_stride + row;
+        if (scale_bytes > 0) tma::load_bulk_async(s.token_scales[stage].data, scales, scale_bytes, sem);
     }
 }
 
-template <class Cfg, class Tasks, class Gate, class G>
-__device__ void load_tasks(const G &g, gemm_shared<Cfg> &s, int rank, int num_k_blocks) {
+template <class Cfg, class Gate, class G, class Shared>
+__device__ void load_tasks(const G &g, Shared &s, int rank, int num_k_blocks) {
     ring_position<Cfg::STAGES> at;
-    for_each_task<Tasks, Cfg::CLUSTER>(g.tasks, Cfg::BLOCK_M, rank, [&](const cluster_work &w) {
+    for_each_task<Cfg::CLUSTER, true>(g.tasks, Cfg::BLOCK_M, rank, [&](const cluster_work &w) {
         Gate::wait(g.gate, w.task);
         const int a_slabs = ceil_div(w.task.rows, Cfg::A_SLAB);
         for (int k = 0; k < num_k_blocks; ++k, at.advance()) {
@@ -107,7 +134,7 @@ __device__ void load_tasks(const G &g, gemm_shared<Cfg> &s, int rank, int num_k_
 
 // ---- consumers: one warpgroup each --------------------------------------------------------------------------------
 // Each consumer warp tells every block of the cluster that it has finished with a stage.
-template <class Cfg> __device__ __forceinline__ void finish_inputs(gemm_shared<Cfg> &s, int stage) {
+template <class Cfg, class Shared> __device__ __forceinline__ void finish_inputs(Shared &s, int stage) {
     const int lane = laneid();
     if constexpr (Cfg::CLUSTER == 1) {
         if (lane == 0) arrive(s.inputs_finished[stage]);
@@ -116,17 +143,18 @@ template <class Cfg> __device__ __forceinline__ void finish_inputs(gemm_shared<C
     }
 }
 
-template <class Cfg, int N>
-__device__ __forceinline__ void multiply(gemm_shared<Cfg> &s, ring_position<Cfg::STAGES> &at, int num_k_blocks, int wg,
-                                         rt_fl<16, N> &acc) {
+template <class Cfg, class Shared, int N>
+__device__ __forceinline__ void multiply(Shared &s, ring_position<Cfg::STAGES> &at, int num_k_blocks, int wg, rt_fl<16, N> &acc) {
     int previous = 0;
     warpgroup::mma_fence(acc);
     for (int k = 0; k < num_k_blocks; ++k) {
         wait(s.inputs_arrived[at.stage], at.phase);
         auto &in = s.inputs[at.stage];
         warpgroup::mma_fence();
-        warpgroup::mma_ABt(acc, in.a.template row_slab<Cfg::WG_ROWS>(wg / Cfg::WGS_N),
-                           in.b.template row_slab<Cfg::WG_COLS>(wg % Cfg::WGS_N), k > 0);
+#pragma unroll
+        for (int p = 0; p < Cfg::PANELS; ++p)
+            warpgroup::mma_ABt(acc, in.a[p].template row_slab<Cfg::WG_ROWS>(wg / Cfg::WGS_N),
+                               in.b[p].template row_slab<Cfg::WG_COLS>(wg % Cfg::WGS_N), k + p > 0);
         warpgroup::mma_commit_group();
         if (k > 0) {
             warpgroup::mma_async_wait<1>();
@@ -139,23 +167,87 @@ __device__ __forceinline__ void multiply(gemm_shared<Cfg> &s, ring_position<Cfg:
     finish_inputs<Cfg>(s, previous);
 }
 
+// acc += partial * scale, where rows have row_scale[0 | 1] and the groups of 8 columns alternate between col_scale.x and .y.
+template <int FIRST_TILE, int N, int PART>
+__device__ __forceinline__ void promote(rt_fl<16, N> &acc, const rt_fl<16, PART> &partial, const float (&row_scale)[2],
+                                        float2 col_scale) {
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+        const float scale = row_scale[k % 2] * (k / 2 ? col_scale.y : col_scale.x);
+#pragma unroll
+        for (int t = 0; t < PART / 16; ++t) {
+            const float2 x = partial.tiles[0][t].data[k];
+            float2 &sum = acc.tiles[0][FIRST_TILE + t].data[k];
+            sum.x = fmaf(x.x, scale, sum.x), sum.y = fmaf(x.y, scale, sum.y);
+        }
+    }
+}
+
+// 128 columns of one stage, from zero to the end.
+template <class Cfg, int PART_IDX, class Stage, int PART>
+__device__ __forceinline__ void multiply_part(Stage &in, int wg, rt_fl<16, PART> &partial) {
+    warpgroup::mma_fence(partial);
+    warpgroup::mm_ABt(partial, in.a[0].template row_slab<Cfg::WG_ROWS>(wg / Cfg::WGS_N),
+                      in.b[0].template row_slab<PART>((wg % Cfg::WGS_N) * (Cfg::WG_COLS / PART) + PART_IDX));
+    warpgroup::mma_commit_group();
+    warpgroup::mma_async_wait<0>(partial);
+}
+
+// e4m3: each 128 of K is summed by the tensor core, then added in fp32 with its scales.
+template <class Cfg, class G, class Shared, int N>
+__device__ __forceinline__ void multiply_scaled(const G &g, Shared &s, ring_position<Cfg::STAGES> &at, int num_k_blocks, int wg,
+                                                const tile_task &t, rt_fl<16, N> &acc) {
+    constexpr int PART = Cfg::SCALE_BLOCK, PARTS = N / PART;
+    const int row = (wg / Cfg::WGS_N) * Cfg::WG_ROWS + warpgroup::warp_in_group() * 16 + laneid() / 4;
+    const int first = t.col_block * (Cfg::BLOCK_N / PART) + (wg % Cfg::WGS_N) * PARTS;
+    const float2 *col_scales[PARTS];
+#pragma unroll
+    for (int h = 0; h < PARTS; ++h)
+        col_scales[h] = g.scales.weights + (int64_t(t.expert) * g.scales.col_blocks + min(first + h, g.scales.col_blocks - 1)) *
+                                               num_k_blocks;
+#pragma unroll
+    for (int i = 0; i < N / 16; ++i)
+#pragma unroll
+        for (int k = 0; k < 4; ++k) acc.tiles[0][i].data[k] = float2{0.0f, 0.0f};
+    rt_fl<16, PART> partial;
+    for (int k = 0; k < num_k_blocks; ++k, at.advance()) {
+        float2 col_scale[PARTS];
+#pragma unroll
+        for (int h = 0; h < PARTS; ++h) col_scale[h] = __ldg(col_scales[h] + k);
+        wait(s.inputs_arrived[at.stage], at.phase);
+        auto &in = s.inputs[at.stage];
+        const auto &scales = s.token_scales[at.stage];
+        const float row_scale[2] = {scales[row], scales[row + 8]};
+        multiply_part<Cfg, 0>(in, wg, partial);
+        if constexpr (PARTS == 1) finish_inputs<Cfg>(s, at.stage);
+        promote<0>(acc, partial, row_scale, col_scale[0]);
+        if constexpr (PARTS == 2) {
+            multiply_part<Cfg, 1>(in, wg, partial);
+            finish_inputs<Cfg>(s, at.stage);
+            promote<PART / 16>(acc, partial, row_scale, col_scale[1]);
+        }
+    }
+}
+
 // A warpgroup without rows lets the stages pass.
-template <class Cfg>
-__device__ __forceinline__ void skip(gemm_shared<Cfg> &s, ring_position<Cfg::STAGES> &at, int num_k_blocks) {
+template <class Cfg, class Shared>
+__device__ __forceinline__ void skip(Shared &s, ring_position<Cfg::STAGES> &at, int num_k_blocks) {
     for (int k = 0; k < num_k_blocks; ++k, at.advance()) {
         wait(s.inputs_arrived[at.stage], at.phase);
         finish_inputs<Cfg>(s, at.stage);
     }
 }
 
-template <class Cfg, class Epilogue, int CHUNK = 0, int N>
-__device__ __forceinline__ void emit_chunks(const typename Epilogue::params &p, gemm_shared<Cfg> &s,
-                                            ring_position<Cfg::OUT_STAGES> &at, const tile_task &t, int wg,
-                                            const rt_fl<16, N> &acc) {
-    if constexpr (CHUNK < N / Epilogue::COLUMN_RATIO / 64) {
+template <class Cfg, class Epilogue, int CHUNK = 0, class Shared, int N>
+__device__ __forceinline__ void emit_chunks(const typename Epilogue::params &p, Shared &s, ring_position<Cfg::OUT_STAGES> &at,
+                                            const tile_task &t, int wg, const rt_fl<16, N> &acc) {
+    constexpr int OUT_COLS = out_tile<typename Epilogue::out_type>::cols, COLS = N / Epilogue::COLUMN_RATIO;
+    static_assert(COLS % OUT_COLS == 0, "a warpgroup's columns leave in whole output tiles");
+    if constexpr (CHUNK < COLS / OUT_COLS) {
         const int row = t.row_block * Cfg::BLOCK_M + (wg / Cfg::WGS_N) * Cfg::WG_ROWS + warpgroup::warp_in_group() * 16;
-        rt_bf<16, 64> out;
-        Epilogue::template chunk<CHUNK>(p, t, row, acc, out);
+        const int col = t.col_block * (Cfg::BLOCK_N / Epilogue::COLUMN_RATIO) + (wg % Cfg::WGS_N) * COLS + CHUNK * OUT_COLS;
+        rt<typename Epilogue::out_type, 16, OUT_COLS> out;
+        Epilogue::template chunk<CHUNK>(p, t, row, col, acc, out);
         wait(s.outputs_finished[wg][at.stage], at.phase ^ 1);
         warpgroup::store(s.outputs[wg][at.stage], out);
         fence_proxy_async_shared();
@@ -166,30 +258,37 @@ __device__ __forceinline__ void emit_chunks(const typename Epilogue::params &p, 
     }
 }
 
-template <class Cfg, class Tasks, class Epilogue, class G>
-__device__ void consume_tasks(const G &g, gemm_shared<Cfg> &s, int rank, int num_k_blocks, int wg) {
+template <class Cfg, class Epilogue, class G, class Shared>
+__device__ void consume_tasks(const G &g, Shared &s, int rank, int num_k_blocks, int wg) {
     ring_position<Cfg::STAGES> in;
     ring_position<Cfg::OUT_STAGES> out;
-    for_each_task<Tasks, Cfg::CLUSTER>(g.tasks, Cfg::BLOCK_M, rank, [&](const cluster_work &w) {
+    for_each_task<Cfg::CLUSTER>(g.tasks, Cfg::BLOCK_M, rank, [&](const cluster_work &w) {
         if (!has_rows<Cfg>(w, wg)) return skip<Cfg>(s, in, num_k_blocks);
         rt_fl<16, Cfg::WG_COLS> acc;
-        multiply<Cfg>(s, in, num_k_blocks, wg, acc);
+        if constexpr (Cfg::SCALED) multiply_scaled<Cfg>(g, s, in, num_k_blocks, wg, w.task, acc);
+        else multiply<Cfg>(s, in, num_k_blocks, wg, acc);
         emit_chunks<Cfg, Epilogue>(g.epilogue, s, out, w.task, wg, acc);
     });
 }
 
 // ---- storers: one warp for each consumer warpgroup, one elected lane of it works --------------------------------------
-template <class Cfg, class Epilogue, class G>
-__device__ __forceinline__ void store_tile(const G &g, gemm_shared<Cfg> &s,
-                                           ring_position<Cfg::OUT_STAGES> at, const tile_task &t, int wg) {
-    constexpr int COLS = Cfg::WG_COLS / Epilogue::COLUMN_RATIO, CHUNKS = COLS / 64;
+template <class Cfg, class Epilogue, class G, class Shared>
+__device__ __forceinline__ void store_tile(const G &g, Shared &s, ring_position<Cfg::OUT_STAGES> at, const tile_task &t, int wg) {
+    constexpr int COLS = Cfg::WG_COLS / Epilogue::COLUMN_RATIO, OUT_COLS = out_tile<typename G::Out>::cols;
+    constexpr int CHUNKS = COLS / OUT_COLS;
     const int row = t.row_block * Cfg::BLOCK_M + (wg / Cfg::WGS_N) * Cfg::WG_ROWS;
     const int col = t.col_block * (Cfg::BLOCK_N / Epilogue::COLUMN_RATIO) + (wg % Cfg::WGS_N) * COLS;
+    // Rows of this warpgroup that are not padding, in slabs; the storer is called only where there is one.
+    const int slabs = ceil_div(t.rows - (wg / Cfg::WGS_N) * Cfg::WG_ROWS, Cfg::OUT_SLAB);
     int previous = 0;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
         wait(s.outputs_arrived[wg][at.stage], at.phase);
-        tma::store_async(g.out, s.outputs[wg][at.stage], coord<>(0, 0, row, col + c * 64));
+#pragma unroll
+        for (int i = 0; i < Cfg::WG_ROWS / Cfg::OUT_SLAB; ++i)
+            if (i < slabs)
+                tma::store_async(g.out, s.outputs[wg][at.stage].template row_slab<Cfg::OUT_SLAB>(i),
+                                 coord<>(0, 0, row + i * Cfg::OUT_SLAB, col + c * OUT_COLS));
         tma::store_commit_group();
         if (Cfg::OUT_STAGES == 1) {
             tma::store_async_read_wait<0>();
@@ -207,20 +306,20 @@ __device__ __forceinline__ void store_tile(const G &g, gemm_shared<Cfg> &s,
     }
 }
 
-template <class Cfg, class Tasks, class Epilogue, class Push, class G>
-__device__ void store_tasks(const G &g, gemm_shared<Cfg> &s, int rank, int wg) {
-    constexpr int CHUNKS = Cfg::WG_COLS / Epilogue::COLUMN_RATIO / 64;
+template <class Cfg, class Epilogue, class Push, class G, class Shared>
+__device__ void store_tasks(const G &g, Shared &s, int rank, int wg) {
+    constexpr int CHUNKS = Cfg::WG_COLS / Epilogue::COLUMN_RATIO / out_tile<typename G::Out>::cols;
     const bool leader = elect_one();
     if (Push::NOOP && !leader) return;
     ring_position<Cfg::OUT_STAGES> at;
-    for_each_task<Tasks, Cfg::CLUSTER>(g.tasks, Cfg::BLOCK_M, rank, [&](const cluster_work &w) {
+    for_each_task<Cfg::CLUSTER>(g.tasks, Cfg::BLOCK_M, rank, [&](const cluster_work &w) {
         if (has_rows<Cfg>(w, wg)) {
             if (leader) store_tile<Cfg, Epilogue>(g, s, at, w.task, wg);
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) at.advance();
         }
         if constexpr (!Push::NOOP) {
-            if (w.ghost) return;
+            if (w.ghost()) return;
             if (leader) tma::store_async_wait<0>();  // the bytes are in memory, not only read
             __syncwarp();
             named_barrier_sync(BAR_STORERS, Cfg::CONSUMER_WGS * WARP_THREADS);
@@ -233,13 +332,12 @@ __device__ void store_tasks(const G &g, gemm_shared<Cfg> &s, int rank, int wg) {
 
 // Roles: warps 0 .. CONSUMER_WARPS - 1 consume; then one warp loads (lane 0 gates, then TMA); then one per consumer
 // warpgroup stores (lane 0) and pushes; the rest of the last warpgroup is idle.
-template <class Cfg, class Tasks, class Gate, class Epilogue, class Push>
+template <class Cfg, class Gate, class Epilogue, class Push>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void grouped_gemm(
-    const __grid_constant__ gemm_globals<Cfg, Tasks, Gate, Epilogue, Push> g) {
+    const __grid_constant__ gemm_globals<Cfg, Gate, Epilogue, Push> g) {
     static_assert(Cfg::CONSUMER_WGS <= 3, "one loader and one storer per consumer warpgroup fit one warpgroup");
-    extern __shared__ uint8_t dynamic_shared[];
-    shared_allocator allocator(dynamic_shared);
-    auto &s = allocator.allocate<gemm_shared<Cfg>>();
+    extern __shared__ __align__(1024) uint8_t dynamic_shared[];  // the atom of the widest swizzle
+    auto &s = *reinterpret_cast<gemm_shared<Cfg, typename Epilogue::out_type> *>(dynamic_shared);
     const int warp = warpid();
     const int rank = Cfg::CLUSTER == 1 ? 0 : cluster_ctarank();
     const int num_k_blocks = ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
@@ -256,13 +354,13 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void grouped_gemm(
         warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;
         if (role == 0) {
-            if (elect_one()) load_tasks<Cfg, Tasks, Gate>(g, s, rank, num_k_blocks);
+            if (elect_one()) load_tasks<Cfg, Gate>(g, s, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
-            store_tasks<Cfg, Tasks, Epilogue, Push>(g, s, rank, role - 1);
+            store_tasks<Cfg, Epilogue, Push>(g, s, rank, role - 1);
         }
     } else {
         warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
-        consume_tasks<Cfg, Tasks, Epilogue>(g, s, rank, num_k_blocks, warpgroup::groupid());
+        consume_tasks<Cfg, Epilogue>(g, s, rank, num_k_blocks, warpgroup::groupid());
     }
     // No block leaves while its neighbour may still write to its shared memory or arrive on its semaphores.
     if constexpr (Cfg::CLUSTER > 1) {
