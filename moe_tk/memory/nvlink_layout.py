@@ -6,17 +6,20 @@ import hashlib
 from dataclasses import asdict, dataclass
 
 from moe_tk.errors import ArgumentError
-from moe_tk.memory.layout import CONTROL_BYTES, Item, end_of, place
+from moe_tk.memory.estimate import MemoryEstimate
+from moe_tk.memory.layout import CONTROL_BYTES, Item, place
 from moe_tk.schedule import local_experts, max_slots, shard_range
+from moe_tk.schedule.capacity import ceil_div
 
 ROW_BLOCKS = (64, 128)     # of the compiled GEMMs; a call uses one of them
+MIN_COLUMN_BLOCK = 256     # of the compiled GEMMs
 JOB_CHUNK = 32             # tokens between two watermarks
 MAX_GROUPS = 1536          # segments * local experts; checked against the module when it is loaded
 SCRATCH_INTS = 8 * (MAX_GROUPS + 4)
 FLAG_LINE_BYTES = 128      # one flag of one writer
 HEADER_BYTES = 16
 MAX_TOP_K = 32             # a warp's lane per choice
-MAX_WORLD = 63             # `contributors` has one bit per rank in a non-negative int64
+MAX_WORLD = 32             # a warp's lane per rank
 INT32_MAX = 2**31 - 1
 
 
@@ -65,7 +68,7 @@ class NvlinkGeometry:
     @property
     def padded_intermediate(self) -> int:
         """The same, rounded up to the 8 columns of a bulk copy; the added ones are zero."""
-        return -(-self.local_intermediate // 8) * 8
+        return ceil_div(self.local_intermediate, 8) * 8
 
     def _slots(self, row_block: int) -> int:
         return max_slots(self.world, self.max_tokens, self.top_k, self.num_local_experts, self.max_segments, row_block)
@@ -82,7 +85,7 @@ class NvlinkGeometry:
 
     @property
     def job_chunks(self) -> int:
-        return max(1, -(-self.max_tokens // JOB_CHUNK))
+        return max(1, ceil_div(self.max_tokens, JOB_CHUNK))
 
     def shared_key(self) -> str:
         """Hash of the fields that must be equal on all ranks (16 hex digits)."""
@@ -98,8 +101,7 @@ def symmetric_items(g: NvlinkGeometry) -> tuple[Item, ...]:
         ("headers", (2, g.world, HEADER_BYTES), 1, "what each rank says about its call"),
         ("posted", (g.world, FLAG_LINE_BYTES), 1, "epoch of each header"),
         ("rows_posted", (g.world, FLAG_LINE_BYTES), 1, "epoch of each rank's exported rows"),
-        ("topk_ids", (2, g.world, g.max_tokens, g.top_k), 4, "routing of all ranks"),
-        ("topk_weights", (2, g.world, g.max_tokens, g.top_k), 4, "routing weights of all ranks"),
+        ("routing", (2, g.world, g.max_tokens, g.top_k), 8, "expert and weight of each pair of all ranks"),
         ("rows", (peers, g.hidden), 2, "this rank's tokens, read by the others"),
         ("combined", (g.world, g.job_chunks), 4, "watermark of each chunk of partial rows"),
         ("planes", (g.world, g.max_tokens, g.hidden), 2, "partial rows from each rank"),
@@ -115,7 +117,7 @@ def table_items(g: NvlinkGeometry) -> tuple[Item, ...]:
         ("copies_done", (1,), 4, "blocks that have exported their rows"),
         ("record_claim", (1,), 4, "whether a wait record was filed"),
         ("next_row", (1,), 4, "dispenser of rows"), ("next_job", (1,), 4, "... of jobs"), ("next_token", (1,), 4, "... of tokens"),
-        ("counts", (3,), 4, "slots, row blocks, jobs"),
+        ("counts", (5,), 4, "slots, row blocks, jobs, tasks of both GEMMs"),
         ("token_counts", (g.world,), 4, "tokens of each rank"),
         ("expert_offsets", (groups + 1,), 4, "first slot of each group"),
         ("expert_load", (max(1, g.num_local_experts),), 4, "rows of each local expert"),
@@ -125,6 +127,8 @@ def table_items(g: NvlinkGeometry) -> tuple[Item, ...]:
         ("slot_weight", (g.max_slots,), 4, "routing weight of each slot"),
         ("block_target", (g.max_blocks,), 4, "rows of each row block"),
         ("block_group", (g.max_blocks,), 4, "group of each row block"),
+        ("tasks1", (g.max_blocks * ceil_div(2 * g.padded_intermediate, MIN_COLUMN_BLOCK), 4), 4, "tiles of GEMM 1 in order"),
+        ("tasks2", (g.max_blocks * ceil_div(g.hidden, MIN_COLUMN_BLOCK), 4), 4, "tiles of GEMM 2 in order"),
         ("delivery_order", (rows,), 4, "rows by smallest slot"),
         ("job_order", (rows,), 4, "rows by largest slot"),
         ("chunk_expected", (g.world, g.job_chunks), 4, "jobs of each chunk"),
@@ -145,6 +149,6 @@ def row_items(g: NvlinkGeometry) -> tuple[Item, ...]:
     ])
 
 
-def total_bytes(g: NvlinkGeometry) -> int:
-    """Bytes of device memory that a workspace takes on this rank."""
-    return sum(end_of(items(g)) for items in (symmetric_items, table_items, row_items))
+def nvlink_estimate(g: NvlinkGeometry) -> MemoryEstimate:
+    """Device memory of a workspace on this rank, itemised; equal to what is allocated."""
+    return MemoryEstimate(symmetric_items(g), table_items(g), row_items(g))

@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from moe_tk.config import env
-from moe_tk.errors import CapacityError, MoETkError, PeerRefused
+from moe_tk.errors import ArgumentError, CapacityError, MoETkError, PeerRefused
 from moe_tk.group import RankGroup
 from moe_tk.memory.nvlink import NvlinkWorkspace
 from moe_tk.memory.nvlink_layout import NvlinkGeometry
@@ -34,6 +34,14 @@ OPEN, GATHER, SCATTER = 1, 2, 4        # nvlink::stage_bit
 _live: weakref.WeakSet[NvlinkSession] = weakref.WeakSet()
 
 
+def usable_sms(sms: int, reserve_sms: int) -> int:
+    """Blocks of a launch: whole clusters of 8, of which one builds the tables and at least one exports rows."""
+    if sms - reserve_sms < 16:
+        raise ArgumentError(f"reserve_sms is {reserve_sms}, wanted at most {max(0, sms - 16)}: the launches need 16 of the {sms} "
+                            "multiprocessors")
+    return sms - reserve_sms
+
+
 class NvlinkSession:
     """Calls on one workspace: one at a time, in the same order on all ranks, every wait bounded."""
 
@@ -46,8 +54,8 @@ class NvlinkSession:
         self._lock = threading.Lock()
         with torch.cuda.device(device):
             self.workspace = NvlinkWorkspace(group, geometry, device=device, generation=generation, timeout_s=timeout_s)
-            sms = torch.cuda.get_device_properties(device).multi_processor_count - reserve_sms
-            self.native = nvlink_module().Workspace(self.workspace.fields(sms))
+            self.num_sms = usable_sms(torch.cuda.get_device_properties(device).multi_processor_count, reserve_sms)
+            self.native = nvlink_module().Workspace(self.workspace.fields(self.num_sms))
         self._mail = self.workspace.mailbox.numpy()
         self.watch = LivenessWatch(group, self._note_lost, timeout_s=timeout_s)
         group.gather(None, timeout_s=timeout_s, step="workspace: all ranks are ready")  # kernels are loaded everywhere

@@ -18,11 +18,11 @@ nvlink::call_view read_call(bindings::fields &f) {
     nvlink::call_view c{};
     const auto bases = f.get<std::vector<uintptr_t>>("bases");
     c.world = int(bases.size());
-    if (c.world < 1 || c.world > nvlink::MAX_RANKS) throw py::value_error("bases: wanted 1.." + std::to_string(nvlink::MAX_RANKS) + " ranks");
+    if (c.world < 1 || c.world > nvlink::MAX_WORLD) throw py::value_error("bases: wanted 1.." + std::to_string(nvlink::MAX_WORLD) + " ranks");
     for (int r = 0; r < c.world; ++r) c.base[r] = reinterpret_cast<char *>(bases[r]);
     c.at = {.control = f.get<int64_t>("control"), .headers = f.get<int64_t>("headers"), .posted = f.get<int64_t>("posted"),
-            .rows_posted = f.get<int64_t>("rows_posted"), .topk_ids = f.get<int64_t>("topk_ids"),
-            .topk_weights = f.get<int64_t>("topk_weights"), .rows = f.get<int64_t>("rows"),
+            .rows_posted = f.get<int64_t>("rows_posted"), .routing = f.get<int64_t>("routing"),
+            .rows = f.get<int64_t>("rows"),
             .combined = f.get<int64_t>("combined"), .planes = f.get<int64_t>("planes")};
     c.host = f.pointer<nvlink::mailbox>("mailbox");
     c.record_claim = f.pointer<uint32_t>("record_claim");
@@ -39,7 +39,8 @@ nvlink::table_view read_tables(bindings::fields &f) {
             .delivery_order = f.pointer<int>("delivery_order"), .job_order = f.pointer<int>("job_order"),
             .chunk_expected = f.pointer<int>("chunk_expected"), .expert_load = f.pointer<int>("expert_load"),
             .load_total = f.pointer<long long>("load_total"), .contributors = f.pointer<long long>("contributors"),
-            .token_counts = f.pointer<int>("token_counts")};
+            .token_counts = f.pointer<int>("token_counts"), .tasks1 = f.pointer<int4>("tasks1"),
+            .tasks2 = f.pointer<int4>("tasks2")};
 }
 
 nvlink::workspace_view read_workspace(const py::dict &values) {
@@ -98,7 +99,8 @@ py::list list_variants() {
     for (int i = 0; i < nvlink::num_fused_variants; ++i) {
         const auto &v = nvlink::fused_variants[i];
         py::dict d;
-        d["name"] = v.name, d["row_block"] = v.row_block, d["gather_shared"] = v.gather_shared, d["scatter_shared"] = v.scatter_shared;
+        d["name"] = v.name, d["row_block"] = v.row_block, d["gather_cols"] = v.gather_cols;
+        d["scatter_cols"] = v.scatter_cols, d["gather_shared"] = v.gather_shared, d["scatter_shared"] = v.scatter_shared;
         out.append(d);
     }
     return out;

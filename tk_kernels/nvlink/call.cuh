@@ -9,6 +9,7 @@ namespace moe_tk::nvlink {
 
 using protocol::MAX_RANKS;
 
+constexpr int MAX_WORLD = 32;  // a lane per rank
 constexpr int FLAG_LINE = 32;  // u32 between the flags of two writers
 
 // What a rank says about its call, next to its routing. Two copies, by the parity of the epoch: a rank that is one call
@@ -38,8 +39,7 @@ struct heap_offsets {  // bytes; the same in every rank's segment
     int64_t headers;       // [2, R] call_header                       [., p] written by rank p
     int64_t posted;        // [R, FLAG_LINE] epoch of header p
     int64_t rows_posted;   // [R, FLAG_LINE] epoch of rank p's exported rows
-    int64_t topk_ids;      // [2, R, max_tokens, k] i32                [., p] written by rank p
-    int64_t topk_weights;  // [2, R, max_tokens, k] f32                [., p] written by rank p
+    int64_t routing;       // [2, R, max_tokens, k] (i32 id, f32 weight)  [., p] written by rank p
     int64_t rows;          // [max_tokens, H] this rank's tokens, read by the others
     int64_t combined;      // [R, job_chunks] epoch                    [p] written by rank p
     int64_t planes;        // [R, max_tokens, H] partial rows          [p] written by rank p
@@ -61,11 +61,8 @@ struct call_view {
     }
     __device__ uint32_t *posted(int owner, int from) const { return region<uint32_t>(owner, at.posted) + from * FLAG_LINE; }
     __device__ uint32_t *rows_posted(int owner, int from) const { return region<uint32_t>(owner, at.rows_posted) + from * FLAG_LINE; }
-    __device__ int32_t *topk_ids(int owner, uint32_t parity, int from) const {
-        return region<int32_t>(owner, at.topk_ids) + (int64_t(parity) * world + from) * max_tokens * top_k;
-    }
-    __device__ float *topk_weights(int owner, uint32_t parity, int from) const {
-        return region<float>(owner, at.topk_weights) + (int64_t(parity) * world + from) * max_tokens * top_k;
+    __device__ int2 *routing(int owner, uint32_t parity, int from) const {
+        return region<int2>(owner, at.routing) + (int64_t(parity) * world + from) * max_tokens * top_k;
     }
     __device__ uint32_t *combined(int owner, int from, int chunk) const {
         return region<uint32_t>(owner, at.combined) + from * job_chunks + chunk;

@@ -17,25 +17,23 @@ template <class Base> struct fused_config : Base {
     static_assert(PRODUCER_REGISTERS + Base::CONSUMER_WGS * CONSUMER_REGISTERS <= 168 * (Base::CONSUMER_WGS + 1), "registers of a block");
 };
 
-template <class Cfg, bool GATHER> struct fused_shared {
-    gemm_shared<Cfg> gemm;
-    std::conditional_t<GATHER, pull_shared, int> pull;
+template <class Cfg> struct gather_shared {
+    gemm_shared<Cfg, bf16> gemm;
+    pull_shared pull;
 };
-template <class Cfg, bool GATHER> constexpr int fused_shared_bytes() {
-    constexpr int bytes = int(sizeof(fused_shared<Cfg, GATHER>)) + 1024;
-    static_assert(bytes <= kittens::MAX_SHARED_MEMORY, "stages, outputs and the mover's ring exceed shared memory");
-    return bytes;
+template <class Cfg> constexpr int gather_shared_bytes() {
+    static_assert(sizeof(gather_shared<Cfg>) <= kittens::MAX_SHARED_MEMORY, "stages, outputs and the mover's ring exceed shared memory");
+    return int(sizeof(gather_shared<Cfg>));
 }
 
 // gather-GEMM. Roles: consumer warpgroups; then one loader warp (gates), one storer warp per consumer warpgroup, and the
 // mover warp.
 template <class Cfg, class Epilogue>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
-    const __grid_constant__ gemm_globals<Cfg, offset_tasks, arrival_gate, Epilogue, no_push> g, const __grid_constant__ pull_params p) {
+    const __grid_constant__ gemm_globals<Cfg, arrival_gate, Epilogue, no_push> g, const __grid_constant__ pull_params p) {
     static_assert(Cfg::CONSUMER_WGS <= 2, "loader, storers and mover fill one warpgroup");
-    extern __shared__ uint8_t dynamic_shared[];
-    kittens::shared_allocator allocator(dynamic_shared);
-    auto &s = allocator.allocate<fused_shared<Cfg, true>>();
+    extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+    auto &s = *reinterpret_cast<gather_shared<Cfg> *>(dynamic_shared);
     const int warp = kittens::warpid(), rank = Cfg::CLUSTER == 1 ? 0 : kittens::cluster_ctarank();
     const int num_k_blocks = kittens::ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
     if (threadIdx.x == 0) {
@@ -48,15 +46,15 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;
         if (role == 0) {
-            if (kittens::elect_one()) load_tasks<Cfg, offset_tasks, arrival_gate>(g, s.gemm, rank, num_k_blocks);
+            if (kittens::elect_one()) load_tasks<Cfg, arrival_gate>(g, s.gemm, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
-            store_tasks<Cfg, offset_tasks, Epilogue, no_push>(g, s.gemm, rank, role - 1);
+            store_tasks<Cfg, Epilogue, no_push>(g, s.gemm, rank, role - 1);
         } else if (role == 3) {
             row_puller(g.gate.call, p, s.pull).run();
         }
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
-        consume_tasks<Cfg, offset_tasks, Epilogue>(g, s.gemm, rank, num_k_blocks, kittens::warpgroup::groupid());
+        consume_tasks<Cfg, Epilogue>(g, s.gemm, rank, num_k_blocks, kittens::warpgroup::groupid());
     }
     if constexpr (Cfg::CLUSTER > 1) {
         __syncwarp();
@@ -67,30 +65,29 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
 // GEMM-scatter. The spare warp combines from the start; the others join it when their tiles are done.
 template <class Cfg>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
-    const __grid_constant__ gemm_globals<Cfg, offset_tasks, no_gate, plain_epilogue, count_push> g,
+    const __grid_constant__ gemm_globals<Cfg, no_gate, plain_epilogue, count_push> g,
     const __grid_constant__ call_view c, const __grid_constant__ combine_params p) {
     static_assert(Cfg::CONSUMER_WGS <= 2, "loader, storers and combiner fill one warpgroup");
-    extern __shared__ uint8_t dynamic_shared[];
-    kittens::shared_allocator allocator(dynamic_shared);
-    auto &s = allocator.allocate<fused_shared<Cfg, false>>();
+    extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+    auto &s = *reinterpret_cast<gemm_shared<Cfg, bf16> *>(dynamic_shared);
     const int warp = kittens::warpid(), rank = Cfg::CLUSTER == 1 ? 0 : kittens::cluster_ctarank();
     const int num_k_blocks = kittens::ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
-    if (threadIdx.x == 0) init_semaphores<Cfg>(s.gemm);
+    if (threadIdx.x == 0) init_semaphores<Cfg>(s);
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
     else __syncthreads();
     if (warp >= Cfg::CONSUMER_WARPS) {
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;
         if (role == 0) {
-            if (kittens::elect_one()) load_tasks<Cfg, offset_tasks, no_gate>(g, s.gemm, rank, num_k_blocks);
+            if (kittens::elect_one()) load_tasks<Cfg, no_gate>(g, s, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
-            store_tasks<Cfg, offset_tasks, plain_epilogue, count_push>(g, s.gemm, rank, role - 1);
+            store_tasks<Cfg, plain_epilogue, count_push>(g, s, rank, role - 1);
         }
         __syncwarp();
         combine_and_reduce(c, p);
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
-        consume_tasks<Cfg, offset_tasks, plain_epilogue>(g, s.gemm, rank, num_k_blocks, kittens::warpgroup::groupid());
+        consume_tasks<Cfg, plain_epilogue>(g, s, rank, num_k_blocks, kittens::warpgroup::groupid());
         __syncwarp();
         combine_and_reduce(c, p);
     }

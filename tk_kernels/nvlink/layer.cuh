@@ -40,7 +40,7 @@ enum stage_bit { STAGE_OPEN = 1, STAGE_GATHER = 2, STAGE_SCATTER = 4 };
 
 struct fused_variant {
     const char *name;
-    int row_block, gather_shared, scatter_shared;
+    int row_block, gather_cols, scatter_cols, gather_shared, scatter_shared;
     void (*prepare)();  // loads the kernels: nothing may be loaded while a rank waits
     void (*gather)(const workspace_view &, const layer_call &, cudaStream_t);
     void (*scatter)(const workspace_view &, const layer_call &, cudaStream_t);

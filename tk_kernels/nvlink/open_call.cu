@@ -18,14 +18,16 @@ void prepare_open_call() {
 }
 
 void launch_open_call(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
-    const int row_block = fused_variants[call.variant].row_block;
+    const fused_variant &v = fused_variants[call.variant];
     const open_globals g{
         .call = w.call, .tables = w.tables, .counters = w.counters, .signature = call.signature,
         .hidden_states = call.hidden_states, .topk_ids = call.topk_ids, .topk_weights = call.topk_weights,
         .num_tokens = call.num_tokens, .refused = call.refused, .ids_are_64 = call.ids_are_64,
         .weights_are_bf16 = call.weights_are_bf16, .num_experts = w.num_experts, .first_expert = w.first_expert,
-        .num_local = w.num_local, .tensor_parallel = w.tensor_parallel, .row_block = row_block, .segments = call.segments,
-        .max_blocks = w.max_blocks, .epoch = w.epoch, .blocks_done = w.blocks_done, .copies_done = w.copies_done,
+        .num_local = w.num_local, .tensor_parallel = w.tensor_parallel, .row_block = v.row_block, .segments = call.segments,
+        .max_blocks = w.max_blocks,
+        .col_blocks1 = (2 * w.intermediate + v.gather_cols - 1) / v.gather_cols,
+        .col_blocks2 = (w.call.hidden + v.scatter_cols - 1) / v.scatter_cols, .epoch = w.epoch, .blocks_done = w.blocks_done, .copies_done = w.copies_done,
         .scratch = w.scratch};
     const int clusters = w.call.world == 1 ? 1 : w.num_sms / OPEN_CLUSTER;
     const int bytes = open_shared_bytes(call.segments * w.num_local);

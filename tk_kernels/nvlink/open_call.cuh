@@ -27,16 +27,16 @@ struct open_globals {
     int ids_are_64, weights_are_bf16;
     int num_experts, first_expert, num_local, tensor_parallel;
     int row_block, segments, max_blocks;
+    int col_blocks1, col_blocks2;  // of the two GEMMs
     uint32_t *epoch;            // written by the last block
     uint32_t *blocks_done, *copies_done;  // self-resetting
     int *scratch;               // [SCRATCH_INTS]
 };
 
 struct open_shared {
-    int first_token[MAX_RANKS + 1];  // ranks' tokens in one row, without gaps
-    int offset[MAX_GROUPS + 1], total[MAX_GROUPS];
-    int warp_sum[2][OPEN_WARPS], base[2];
-    int ok;
+    int first_token[MAX_WORLD + 1];  // ranks' tokens in one row, without gaps
+    int offset[MAX_GROUPS + 1], total[MAX_GROUPS], first_slot[MAX_GROUPS];  // the last: of this block's first pair
+    int warp_sum[2][OPEN_WARPS];
     uint32_t histogram[];  // [OPEN_WARPS, groups]
 };
 inline int open_shared_bytes(int groups) { return int(sizeof(open_shared)) + OPEN_WARPS * groups * 4; }
@@ -62,13 +62,10 @@ __device__ __forceinline__ void send_routing(const open_globals &g, const build_
     const call_view &c = g.call;
     const uint32_t parity = epoch & 1;
     const int pairs = g.refused ? 0 : g.num_tokens * c.top_k;
+#pragma unroll 4
     for (int i = me.global_thread; i < pairs; i += BUILD_THREADS) {
-        const int id = read_id(g, i);
-        const float weight = read_weight(g, i);
-        for (int to = 0; to < c.world; ++to) {
-            c.topk_ids(to, parity, c.rank)[i] = id;
-            c.topk_weights(to, parity, c.rank)[i] = weight;
-        }
+        const int2 pair = make_int2(read_id(g, i), __float_as_int(read_weight(g, i)));
+        for (int to = 0; to < c.world; ++to) c.routing(to, parity, c.rank)[i] = pair;
     }
     if (me.global_thread < c.world)
         *c.header(me.global_thread, parity, c.rank) = {g.signature, g.num_tokens, g.refused};
@@ -84,52 +81,56 @@ __device__ __forceinline__ void zero_counters(const open_globals &g, const build
     if (me.global_thread == 0) *g.counters.next_row = 0, *g.counters.next_job = 0, *g.counters.next_token = 0;
 }
 
-// Why the call cannot be computed, from what all ranks said: the same on all of them.
-__device__ __forceinline__ void check_headers(const open_globals &g, uint32_t parity, open_shared &s, bool report) {
-    const call_view &c = g.call;
-    void_reason reason = void_reason::none;
-    int who = 0;
-    const uint64_t wanted = __ldcg(&c.header(c.rank, parity, 0)->signature);
-    for (int r = 0; r < c.world && reason == void_reason::none; ++r) {
-        const call_header *h = c.header(c.rank, parity, r);
-        who = r;
-        if (__ldcg(&h->refused)) reason = void_reason::refused;
-        else if (__ldcg(&h->signature) != wanted) reason = void_reason::disagree;
-        else if (__ldcg(&h->num_tokens) > c.max_tokens) reason = void_reason::capacity;
-    }
-    s.ok = reason == void_reason::none;
-    if (s.ok || !report) return;
-    c.host->void_rank = who, c.host->void_value = __ldcg(&c.header(c.rank, parity, who)->num_tokens);
-    store_release_sys(&c.host->void_reason, uint32_t(reason));
+// What the headers of all ranks amount to, one rank per lane: the first reason in rank order, the same on all ranks.
+struct verdict {
+    void_reason reason;
+    int rank, value;
+};
+__device__ __forceinline__ verdict judge(const open_globals &g, int lane, uint64_t signature, int num_tokens, int refused) {
+    const bool real = lane < g.call.world;
+    const uint64_t wanted = __shfl_sync(0xffffffff, signature, 0);
+    const auto first_of = [&](bool bad) { return __ffs(__ballot_sync(0xffffffff, real && bad)) - 1; };
+    const int by_refusal = first_of(refused), by_signature = first_of(signature != wanted), by_size = first_of(num_tokens > g.call.max_tokens);
+    verdict v{void_reason::none, 0, 0};
+    if (by_refusal >= 0) v = {void_reason::refused, by_refusal, 0};
+    else if (by_signature >= 0) v = {void_reason::disagree, by_signature, 0};
+    else if (by_size >= 0) v = {void_reason::capacity, by_size, 0};
+    v.value = __shfl_sync(0xffffffff, num_tokens, v.rank);
+    return v;
 }
 
 // Waits for all ranks and leaves their token counts in shared memory; all zero if the call cannot be computed. All blocks
 // of the cluster come to the same answer, else their tables would not fit together.
 __device__ __forceinline__ void await_headers(const open_globals &g, const build_place &me, uint32_t epoch, open_shared &s) {
     const call_view &c = g.call;
-    if (me.thread == 0) s.ok = 1;
-    __syncthreads();
-    if (me.thread < c.world) {
-        const wait_place place{phase_id::exchange, role_id::send, me.thread, me.thread};
-        if (!spin_until(c.posted(c.rank, me.thread), epoch, c, place)) s.ok = 0;
-    }
-    __syncthreads();
-    if (me.thread == 0) {
-        if (s.ok) check_headers(g, epoch & 1, s, me.block == 0);
-        g.scratch[me.block] = s.ok;
+    uint4 header{};
+    if (me.warp == 0) {
+        bool ok = true;
+        if (me.lane < c.world) {
+            ok = spin_until(c.posted(c.rank, me.lane), epoch, c, {phase_id::exchange, role_id::send, me.lane, me.lane});
+            header = __ldcg(reinterpret_cast<const uint4 *>(c.header(c.rank, epoch & 1, me.lane)));
+        }
+        ok = __all_sync(0xffffffff, ok);
+        const verdict v = judge(g, me.lane, uint64_t(header.y) << 32 | header.x, int(header.z), int(header.w));
+        if (ok && v.reason != void_reason::none && me.global_thread == 0) {
+            c.host->void_rank = v.rank, c.host->void_value = v.value;
+            store_release_sys(&c.host->void_reason, uint32_t(v.reason));
+        }
+        if (me.lane == 0) g.scratch[me.block] = ok && v.reason == void_reason::none;
     }
     cluster_barrier();
-    if (me.thread == 0) {
-        int ok = 1, sum = 0;
-        for (int b = 0; b < OPEN_CLUSTER; ++b) ok &= __ldcg(g.scratch + b);
-        for (int r = 0; r < c.world; ++r) {
-            const int count = ok ? __ldcg(&c.header(c.rank, epoch & 1, r)->num_tokens) : 0;
-            s.first_token[r] = sum;
-            sum += count;
-            if (me.block == 0) g.tables.token_counts[r] = count;
+    if (me.warp == 0) {
+        const bool ok = __all_sync(0xffffffff, me.lane >= OPEN_CLUSTER || __ldcg(g.scratch + me.lane % OPEN_CLUSTER) != 0);
+        const int count = ok && me.lane < c.world ? int(header.z) : 0;
+        int sum = count;
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            const int below = __shfl_up_sync(0xffffffff, sum, d);
+            if (me.lane >= d) sum += below;
         }
-        s.first_token[c.world] = sum;
-        s.ok = ok;
+        s.first_token[me.lane + 1] = sum;
+        if (me.lane == 0) s.first_token[0] = 0;
+        if (me.block == 0 && me.lane < c.world) g.tables.token_counts[me.lane] = count;
     }
     __syncthreads();
 }
@@ -161,19 +162,41 @@ __device__ __forceinline__ token_range tokens_of_warp(const open_globals &g, con
     return {min(all, warp * each), min(all, (warp + 1) * each)};
 }
 
+// Calls body(token place, pair in the token's rank, pair is real, (id, weight)) for all pairs of this warp, 32 at a time in
+// order; the loads of LOOKAHEAD steps are in flight together.
+template <class Body>
+__device__ __forceinline__ void for_each_pair(const open_globals &g, const build_place &me, const open_shared &s, uint32_t parity, Body &&body) {
+    constexpr int LOOKAHEAD = 4;
+    const int k = g.call.top_k;
+    const token_range range = tokens_of_warp(g, s, me.global_warp);
+    const int last = range.last * k;
+    for (int first = range.first * k; first < last; first += 32 * LOOKAHEAD) {
+        token_place at[LOOKAHEAD];
+        int index[LOOKAHEAD];
+        int2 pair[LOOKAHEAD];
+#pragma unroll
+        for (int u = 0; u < LOOKAHEAD; ++u) {
+            const int p = first + u * 32 + me.lane;
+            if (p >= last) continue;
+            at[u] = place_of(g, s, p / k);
+            index[u] = at[u].t * k + p % k;
+            pair[u] = __ldcg(g.call.routing(g.call.rank, parity, at[u].rank) + index[u]);
+        }
+#pragma unroll
+        for (int u = 0; u < LOOKAHEAD; ++u)
+            if (first + u * 32 < last) body(at[u], index[u], first + u * 32 + me.lane < last, pair[u]);
+    }
+}
+
 // Rows of each (warp, group), in the order of the pairs.
 __device__ __forceinline__ void count_pairs(const open_globals &g, const build_place &me, open_shared &s, int groups, uint32_t parity) {
     for (int i = me.thread; i < OPEN_WARPS * groups; i += OPEN_THREADS) s.histogram[i] = 0;
     __syncthreads();
-    const int k = g.call.top_k;
-    const token_range range = tokens_of_warp(g, s, me.global_warp);
     uint32_t *mine = s.histogram + me.warp * groups;
-    for (int p = range.first * k + me.lane; p < range.last * k; p += 32) {
-        const token_place at = place_of(g, s, p / k);
-        const int id = __ldcg(g.call.topk_ids(g.call.rank, parity, at.rank) + at.t * k + p % k);
-        const int group = group_of(g, id, at.segment);
+    for_each_pair(g, me, s, parity, [&](const token_place &at, int, bool real, int2 pair) {
+        const int group = real ? group_of(g, pair.x, at.segment) : -1;
         if (group >= 0) atomicAdd(mine + group, 1u);
-    }
+    });
     __syncthreads();
 }
 
@@ -233,7 +256,7 @@ __device__ __forceinline__ void place_groups(const open_globals &g, const build_
         const int group = me.thread * PER_THREAD + i;
         if (group >= groups) continue;
         s.offset[group] = at;
-        for (int w = 0; w < OPEN_WARPS; ++w) s.histogram[w * groups + group] += at + before[i];
+        s.first_slot[group] = at + before[i];
         at += padded[i];
     }
     if (me.thread == 0) s.offset[groups] = all_slots;
@@ -257,36 +280,29 @@ __device__ __forceinline__ void write_groups(const open_globals &g, const build_
         }
         for (int slot = first + rows + me.lane; slot < end; slot += 32) t.slot_pair[slot] = -1, marks[slot] = 0;
     }
-    if (me.global_thread == 0) t.counts[COUNT_SLOTS] = s.offset[groups], t.counts[COUNT_BLOCKS] = s.offset[groups] / g.row_block;
+    if (me.global_thread == 0) {
+        const int blocks = s.offset[groups] / g.row_block;
+        t.counts[COUNT_SLOTS] = s.offset[groups], t.counts[COUNT_BLOCKS] = blocks;
+        t.counts[COUNT_TASKS1] = blocks * g.col_blocks1, t.counts[COUNT_TASKS2] = blocks * g.col_blocks2;
+    }
 }
 
 // Pairs get their slots in order: 32 at a time, ranked among the lanes of the same group.
 __device__ __forceinline__ void place_pairs(const open_globals &g, const build_place &me, open_shared &s, int groups, uint32_t parity) {
-    const int k = g.call.top_k;
-    const token_range range = tokens_of_warp(g, s, me.global_warp);
-    uint32_t *next = s.histogram + me.warp * groups;
-    for (int first = range.first * k; first < range.last * k; first += 32) {
-        const int p = first + me.lane;
-        int group = -1, slot = -1;
-        int64_t pair = 0;
-        float weight = 0;
-        if (p < range.last * k) {
-            const token_place at = place_of(g, s, p / k);
-            const int i = at.t * k + p % k;
-            group = group_of(g, __ldcg(g.call.topk_ids(g.call.rank, parity, at.rank) + i), at.segment);
-            weight = __ldcg(g.call.topk_weights(g.call.rank, parity, at.rank) + i);
-            pair = at.row * k + p % k;
-        }
+    uint32_t *before = s.histogram + me.warp * groups;
+    for_each_pair(g, me, s, parity, [&](const token_place &at, int index, bool real, int2 pair) {
+        const int group = real ? group_of(g, pair.x, at.segment) : -1;
         const uint32_t same = __match_any_sync(0xffffffff, group);
         const int rank = __popc(same & ((1u << me.lane) - 1));
-        if (group >= 0) slot = int(next[group]) + rank;
+        const int slot = group >= 0 ? s.first_slot[group] + int(before[group]) + rank : -1;
         __syncwarp();
-        if (group >= 0 && rank == 0) next[group] += __popc(same);
+        if (group >= 0 && rank == 0) before[group] += __popc(same);
         __syncwarp();
-        if (p >= range.last * k) continue;
-        g.tables.slots[pair] = slot;
-        if (slot >= 0) g.tables.slot_pair[slot] = int(pair), g.tables.slot_weight[slot] = weight;
-    }
+        if (!real) return;
+        const int number = at.rank * g.call.max_tokens * g.call.top_k + index;
+        g.tables.slots[number] = slot;
+        if (slot >= 0) g.tables.slot_pair[slot] = number, g.tables.slot_weight[slot] = __int_as_float(pair.y);
+    });
     __syncwarp();
 }
 
@@ -301,10 +317,12 @@ __device__ __forceinline__ void mark_tokens(const open_globals &g, const build_p
         const token_place at = place_of(g, s, token);
         const int *slots = g.tables.slots + at.row * k;
         int smallest = INT32_MAX, largest = -1;
+#pragma unroll 8
         for (int j = 0; j < k; ++j) {
             const int slot = __ldcg(slots + j);
             if (slot >= 0) smallest = min(smallest, slot), largest = max(largest, slot);
         }
+#pragma unroll 8
         for (int j = 0; j < k; ++j) {
             const int slot = __ldcg(slots + j);
             if (slot >= 0) marks[slot] = (slot == smallest ? MARK_FIRST : 0) | (slot == largest ? MARK_LAST : 0);
@@ -312,11 +330,26 @@ __device__ __forceinline__ void mark_tokens(const open_globals &g, const build_p
         if (largest >= 0) atomicAdd(g.tables.chunk_expected + at.rank * c.job_chunks + at.t / c.job_chunk, 1);
         if (at.rank != c.rank) continue;
         long long who = 0;
+#pragma unroll 8
         for (int j = 0; j < k; ++j) {
-            const int id = __ldcg(c.topk_ids(c.rank, parity, c.rank) + at.t * k + j);
+            const int id = __ldcg(&c.routing(c.rank, parity, c.rank)[at.t * k + j].x);
             if (id >= 0) who |= g.tensor_parallel ? (1ll << c.world) - 1 : 1ll << owner_of(g, id);
         }
         g.tables.contributors[at.t] = who;
+    }
+}
+
+// task_order of one GEMM: supertiles of 8 row blocks, column by column, every second column upwards. A warp per row block.
+__device__ __forceinline__ void write_tasks(const open_globals &g, const build_place &me, const open_shared &s, int col_blocks, int4 *tasks) {
+    constexpr int SUPERTILE = 8;
+    const int num_blocks = s.offset[g.segments * g.num_local] / g.row_block;
+    for (int block = me.global_warp; block < num_blocks; block += BUILD_WARPS) {
+        const int group = __ldcg(g.tables.block_group + block);
+        const int start = s.offset[group] / g.row_block, end = s.offset[group + 1] / g.row_block;
+        const int tile = start + (block - start) / SUPERTILE * SUPERTILE, height = min(SUPERTILE, end - tile), down = block - tile;
+        for (int col = me.lane; col < col_blocks; col += 32)
+            tasks[tile * col_blocks + col * height + (col % 2 ? height - 1 - down : down)] =
+                make_int4(group / g.num_local, group % g.num_local, block, col);
     }
 }
 
@@ -330,6 +363,7 @@ __device__ __forceinline__ void write_orders(const open_globals &g, const build_
         return slot < num_slots ? __ldcg(reinterpret_cast<const uint32_t *>(marks + slot)) : 0u;
     };
     int sums[2] = {0, 0};
+#pragma unroll 4
     for (int step = first; step < last; ++step) {
         const uint32_t m = load(step);
         sums[0] += __popc(m & 0x01010101u), sums[1] += __popc(m & 0x02020202u);
@@ -348,8 +382,16 @@ __device__ __forceinline__ void write_orders(const open_globals &g, const build_
         if (b < me.block) before[0] += __ldcg(block_counts + b * 2), before[1] += __ldcg(block_counts + b * 2 + 1);
         all += __ldcg(block_counts + b * 2);
     }
+    const auto pairs_of = [&](int step) {
+        const int slot = step * 128 + me.lane * 4;
+        return slot < num_slots ? __ldcg(reinterpret_cast<const int4 *>(g.tables.slot_pair + slot)) : int4{};
+    };
+    uint32_t next_m = first < last ? load(first) : 0;
+    int4 next_pairs = first < last ? pairs_of(first) : int4{};
     for (int step = first; step < last; ++step) {
-        const uint32_t m = load(step);
+        const uint32_t m = next_m;
+        const int pairs[4] = {next_pairs.x, next_pairs.y, next_pairs.z, next_pairs.w};
+        if (step + 1 < last) next_m = load(step + 1), next_pairs = pairs_of(step + 1);
         const int mine = __popc(m & 0x01010101u) | __popc(m & 0x02020202u) << 16;
         int sum = mine;
 #pragma unroll
@@ -362,7 +404,7 @@ __device__ __forceinline__ void write_orders(const open_globals &g, const build_
         for (int i = 0; i < 4; ++i) {
             const uint32_t mark = m >> (8 * i) & 0xff;
             if (!mark) continue;
-            const int row = __ldcg(g.tables.slot_pair + step * 128 + me.lane * 4 + i) / g.call.top_k;
+            const int row = pairs[i] / g.call.top_k;
             if (mark & MARK_FIRST) g.tables.delivery_order[at0++] = row;
             if (mark & MARK_LAST) g.tables.job_order[at1++] = row;
         }
@@ -386,6 +428,8 @@ __device__ __forceinline__ void exchange_and_build(const open_globals &g, uint8_
     place_pairs(g, me, s, groups, parity);
     mark_tokens(g, me, s, parity, marks);
     cluster_barrier();
+    write_tasks(g, me, s, g.col_blocks1, g.tables.tasks1);
+    write_tasks(g, me, s, g.col_blocks2, g.tables.tasks2);
     write_orders(g, me, s, groups, marks);
 }
 

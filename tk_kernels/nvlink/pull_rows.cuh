@@ -21,8 +21,8 @@ struct pull_params {
 
 // A ring of pieces of rows. LOADS pieces are on their way in; the others are on their way out.
 struct pull_shared {
-    static constexpr int PIECES = 7, LOADS = 4, PIECE_BYTES = 2048;
-    static constexpr int ROWS = 2 * PIECES;  // a row is noted before the one PIECES earlier is announced
+    static constexpr int PIECES = 8, LOADS = 5, PIECE_BYTES = 2048;
+    static constexpr int ROWS = PIECES + 2;  // a row is noted before the one PIECES earlier is announced
     alignas(128) uint8_t ring[PIECES][PIECE_BYTES];
     int slot_of[ROWS][32];  // by row number modulo ROWS: slot of choice `lane`, or -1
     kittens::semaphore full[PIECES];

@@ -10,7 +10,7 @@ constexpr int OPEN_CLUSTER = 8;    // blocks that build the tables
 constexpr int MAX_GROUPS = 1536;   // segments * local experts: a histogram of every warp lies in shared memory
 constexpr int SCRATCH_INTS = OPEN_CLUSTER * (MAX_GROUPS + 4);
 
-enum count_index { COUNT_SLOTS, COUNT_BLOCKS, COUNT_JOBS, NUM_COUNTS };
+enum count_index { COUNT_SLOTS, COUNT_BLOCKS, COUNT_JOBS, COUNT_TASKS1, COUNT_TASKS2, NUM_COUNTS };
 
 struct table_view {
     int *counts;             // [NUM_COUNTS]
@@ -27,6 +27,7 @@ struct table_view {
     long long *load_total;   // [E_local] since the host reset it
     long long *contributors; // [T]
     int *token_counts;       // [R]
+    int4 *tasks1, *tasks2;   // [max_blocks * column blocks] task_order of the two GEMMs
 };
 
 struct counter_view {        // zeroed by open_call
