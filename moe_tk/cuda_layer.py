@@ -25,14 +25,14 @@ from moe_tk.runtime.nvlink_layer import NvlinkLayer
 from moe_tk.weights import from_checkpoint
 
 PATTERNS = ("auto", "two_kernel")
-MAX_SEGMENTS = 4
 
 
 class CudaMoELayer(MoELayer):
     """What MoELayer(protocol="nvlink") makes; the arguments are those of MoELayer, except
 
     device       of the tensors and of this rank's GPU (default: the current one)
-    segments     of a call (default: chosen by its size)
+    segments     batches of tokens whose tasks run one after the other (default 1)
+    row_block    64 or 128 slots (default: chosen by the size of each call)
     reserve_sms  multiprocessors that are left to other streams. All blocks of a launch wait for each other, so they must be
                  resident together: a kernel of another stream that holds multiprocessors for longer than timeout_s needs this
     """
@@ -59,7 +59,7 @@ class CudaMoELayer(MoELayer):
         self.device = own_device(self.group, device)
         geometry = NvlinkGeometry(world=self.group.world, rank=self.group.rank, max_tokens=max_tokens_per_rank, top_k=top_k,
                                   num_experts=num_experts, hidden=hidden_size, intermediate_size=intermediate_size, mode=mode,
-                                  max_segments=check_count("segments", MAX_SEGMENTS if segments is None else segments))
+                                  max_segments=check_count("segments", 1 if segments is None else segments))
         self.memory: MemoryEstimate = nvlink_estimate(geometry)
         self._calls = NvlinkLayer(self.group, geometry, device=self.device, activation=self.activation,
                                   weights_before_l2=weight_position == "before_l2", timeout_s=self.timeout_s, segments=segments,
@@ -90,7 +90,7 @@ class CudaMoELayer(MoELayer):
                    "row blocks of 64 for calls with few rows per expert, of 128 for others",
                    f"{sms} blocks in each GEMM; one warp of each moves rows in GEMM 1 and combines in GEMM 2, the others join it",
                    "receivers read each wanted row once and write it to all its slots")
-        return Plan(pattern="two_kernel", protocol="nvlink", segments=segments or g.max_segments, row_block=ROW_BLOCKS[-1],
+        return Plan(pattern="two_kernel", protocol="nvlink", segments=segments or 1, row_block=ROW_BLOCKS[-1],
                     column_block=MIN_COLUMN_BLOCK, job_chunk=JOB_CHUNK, warmup=0, send_blocks=0, place_blocks=sms, compute_blocks=sms,
                     combine_blocks=sms, pull=True, reasons=reasons)
 
@@ -182,7 +182,9 @@ def own_device(group: RankGroup, device: torch.device | str | int | None) -> tor
     """The GPU of this rank, with its index. Raises TopologyError where there is none that the kernels run on."""
     if not torch.cuda.is_available():
         raise TopologyError("protocol 'nvlink' wants a GPU, but torch sees none: use protocol='shm' for the CPU back end")
-    chosen = torch.device("cuda", torch.cuda.current_device()) if device is None else torch.device(device if not isinstance(device, int) else f"cuda:{device}")
+    if device is None or isinstance(device, int):
+        device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
+    chosen = torch.device(device)
     if chosen.type != "cuda":
         raise TopologyError(f"device is {chosen}, wanted a CUDA device for protocol 'nvlink' on rank {group.rank}")
     if chosen.index is None:

@@ -16,7 +16,6 @@ from moe_tk.runtime.nvlink_session import GATHER, NVLINK_SESSIONS, OPEN, SCATTER
 
 INTERLEAVE = 8        # swiglu_epilogue: gate and up rows alternate in groups of 8
 LARGE_TILE_ROWS = 96  # mean rows of an expert from which row blocks of 128 are used
-SEGMENT_ROWS = 512    # mean rows of an expert in one segment, from which a call is cut in segments
 
 
 def engine_weights(w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
@@ -49,7 +48,8 @@ class NvlinkLayer:
     def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, activation: Activation,
                  weights_before_l2: bool, timeout_s: float, segments: int | None = None, row_block: int | None = None,
                  reserve_sms: int = 0) -> None:
-        """A collective. segments, row_block: None = chosen by the size of each call."""
+        """A collective. row_block None = chosen by the size of each call; segments None = 1: measured on two H200, the padding of
+        more segments cost more time in the GEMMs than the earlier return of the results saved."""
         self.geometry, self.device, self.timeout_s = geometry, device, timeout_s
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
         self.segments, self.row_block = segments, row_block
@@ -66,8 +66,7 @@ class NvlinkLayer:
         g = self.geometry
         mean_rows = g.world * num_tokens * g.top_k / g.num_experts
         row_block = self.row_block or ROW_BLOCKS[mean_rows >= LARGE_TILE_ROWS]
-        segments = self.segments or max(1, min(g.max_segments, int(mean_rows // SEGMENT_ROWS)))
-        return ROW_BLOCKS.index(row_block), segments
+        return ROW_BLOCKS.index(row_block), self.segments or 1
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor, out: Tensor, *, signature: int,
                 stages: int = OPEN | GATHER | SCATTER) -> None:

@@ -51,6 +51,7 @@ class NvlinkSession:
         self.group, self.geometry, self.device, self.generation = group, geometry, device, generation
         self.poisoned: str | None = None
         self.num_layers = 0
+        self._last_stream: torch.cuda.Stream | None = None
         self._lock = threading.Lock()
         with torch.cuda.device(device):
             self.workspace = NvlinkWorkspace(group, geometry, device=device, generation=generation, timeout_s=timeout_s)
@@ -86,9 +87,14 @@ class NvlinkSession:
             self._lock.release()
 
     def run(self, call: dict[str, Any], *, stages: int = OPEN | GATHER | SCATTER, timeout_s: float) -> None:
-        """Launches stages of a call on the current stream of the session's device."""
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        self.native.run(call, stages=stages, timeout_s=timeout_s, stream=stream)
+        """Launches stages of a call on the current stream of the session's device, behind the call before it. Who replays graphs
+        on several streams orders them himself."""
+        stream = torch.cuda.current_stream(self.device)
+        if not torch.cuda.is_current_stream_capturing():
+            if self._last_stream is not None and self._last_stream != stream:
+                stream.wait_stream(self._last_stream)  # calls share the workspace: never two at a time
+            self._last_stream = stream
+        self.native.run(call, stages=stages, timeout_s=timeout_s, stream=stream.cuda_stream)
 
     def check(self, op: str, timeout_s: float) -> None:
         """Raises what an earlier call of this rank failed with. Reads host memory only, waits for nothing.

@@ -15,6 +15,7 @@ import moe_tk
 from moe_tk import reference
 from moe_tk.errors import ArgumentError, MoETkError, PeerLost, PeerRefused, ProtocolTimeout
 from moe_tk.group import resolve_group
+from moe_tk.memory.nvlink_layout import ROW_BLOCKS
 from moe_tk.schedule import build_tables, make_routing, task_order
 from moe_tk.weights import shard_weights
 
@@ -142,7 +143,7 @@ def tables(ranks: Ranks) -> None:
             counts = [case.count(rank) for rank in range(ranks.world)]
             variant, segments = layer._calls.choices(len(x))
             want = build_tables(data.ids, token_counts=counts, world=ranks.world, rank=ranks.rank, num_experts=case.experts, mode=case.mode,
-                                row_block=(64, 128)[variant], segments=segments, job_chunk=32)
+                                row_block=ROW_BLOCKS[variant], segments=segments, job_chunk=32)
             workspace = layer.session.workspace
             assert compare_tables(workspace, want, len(x), layer) == [], f"{case} seed {seed}"
             weight = workspace.local("slot_weight", torch.float32)[:want.slot_pair.numel()].cpu()

@@ -15,6 +15,13 @@ namespace moe_tk::nvlink {
 constexpr int OPEN_THREADS = 1024, OPEN_WARPS = OPEN_THREADS / 32;
 constexpr int BUILD_THREADS = OPEN_CLUSTER * OPEN_THREADS, BUILD_WARPS = OPEN_CLUSTER * OPEN_WARPS;
 
+// Division of small numbers by one that the host knows. Exact for numerators below 2^32 / divisor.
+struct divisor {
+    uint32_t value, magic;
+    explicit divisor(int d) : value(uint32_t(d)), magic(uint32_t(0xffffffffull / uint32_t(d) + 1)) {}  // unused for 1
+    __device__ __forceinline__ int divide(int n) const { return value == 1 ? n : int(__umulhi(uint32_t(n), magic)); }
+};
+
 struct open_globals {
     call_view call;
     table_view tables;
@@ -26,6 +33,7 @@ struct open_globals {
     int num_tokens, refused;
     int ids_are_64, weights_are_bf16;
     int num_experts, first_expert, num_local, tensor_parallel;
+    divisor choices;            // by k
     int row_block, segments, max_blocks;
     int col_blocks1, col_blocks2;  // of the two GEMMs
     uint32_t *epoch;            // written by the last block
@@ -144,7 +152,7 @@ __device__ __forceinline__ token_place place_of(const open_globals &g, const ope
     int r = 0;
     while (token >= s.first_token[r + 1]) ++r;
     const int t = token - s.first_token[r], count = s.first_token[r + 1] - s.first_token[r];
-    return {r, t, t * g.segments / count, int64_t(r) * g.call.max_tokens + t};
+    return {r, t, g.segments == 1 ? 0 : t * g.segments / count, int64_t(r) * g.call.max_tokens + t};
 }
 // Group of an id at this rank, or -1.
 __device__ __forceinline__ int group_of(const open_globals &g, int id, int segment) {
@@ -178,8 +186,9 @@ __device__ __forceinline__ void for_each_pair(const open_globals &g, const build
         for (int u = 0; u < LOOKAHEAD; ++u) {
             const int p = first + u * 32 + me.lane;
             if (p >= last) continue;
-            at[u] = place_of(g, s, p / k);
-            index[u] = at[u].t * k + p % k;
+            const int token = g.choices.divide(p);
+            at[u] = place_of(g, s, token);
+            index[u] = at[u].t * k + p - token * k;
             pair[u] = __ldcg(g.call.routing(g.call.rank, parity, at[u].rank) + index[u]);
         }
 #pragma unroll
@@ -404,7 +413,7 @@ __device__ __forceinline__ void write_orders(const open_globals &g, const build_
         for (int i = 0; i < 4; ++i) {
             const uint32_t mark = m >> (8 * i) & 0xff;
             if (!mark) continue;
-            const int row = pairs[i] / g.call.top_k;
+            const int row = g.choices.divide(pairs[i]);
             if (mark & MARK_FIRST) g.tables.delivery_order[at0++] = row;
             if (mark & MARK_LAST) g.tables.job_order[at1++] = row;
         }

@@ -49,12 +49,12 @@ __device__ __forceinline__ bool spin_slowly(const uint32_t *word, uint32_t want,
     for (uint32_t spins = 1;; ++spins) {
         const uint32_t seen = load_acquire_sys(word);
         if (protocol::reached(seen, want)) return true;
-        if (spins > 16) nap_ns(spins < 256 ? 50 : 300);
-        if (spins % 32) continue;
+        nap_ns(min(20u << min(spins / 4, 6u), 1000u));  // thousands of warps may wait for words of one cache line
+        if (spins % 16) continue;
         abort_kind kind = abort_kind::none;
         if (load_relaxed_sys(&c.control(c.rank)->abort_flag)) kind = abort_kind::told_by_peer;
-        else if (spins % 512 == 0 && load_relaxed_sys(&c.host->host_abort)) kind = abort_kind::host;
-        else if (spins % 512 == 0 && !local && (load_relaxed_sys(&c.host->lost_ranks) >> place.producer & 1)) kind = abort_kind::peer_lost;
+        else if (spins % 64 == 0 && load_relaxed_sys(&c.host->host_abort)) kind = abort_kind::host;
+        else if (spins % 64 == 0 && !local && (load_relaxed_sys(&c.host->lost_ranks) >> place.producer & 1)) kind = abort_kind::peer_lost;
         else if (now_ns() - begin >= limit) kind = abort_kind::timeout;
         if (kind == abort_kind::none) continue;
         if (protocol::reached(load_acquire_sys(word), want)) return true;  // it may have come just before
