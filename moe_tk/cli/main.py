@@ -28,6 +28,7 @@ SUBCOMMANDS = (
     Subcommand("doctor", "moe_tk.cli.doctor", "read this machine and say what will be used, and why"),
     Subcommand("explain-timeout", "moe_tk.cli.explain_timeout", "draw who waited for whom from a wait record"),
     Subcommand("build", "moe_tk.cli.build", "compile the native modules ahead of their first use"),
+    Subcommand("bench", "moe_tk.cli.bench", "measure a part of the system on this machine and write the table"),
 )
 
 

@@ -16,9 +16,12 @@ from moe_tk.errors import ArgumentError
 from moe_tk.group import resolve_group
 from moe_tk.ops import functional
 from moe_tk.ops import registered as _registered  # noqa: F401  registers torch.ops.moe_tk.*
+from moe_tk.ops.gemm_weights import interleave_gate_up, quantise_rows, quantise_weights, scale_pairs
+from moe_tk.ops.grouped_gemm import grouped_gemm
 from moe_tk.ops.sessions import release_ops_memory
 
-__all__ = ["ag_gemm", "dispatch_gemm", "gemm_combine", "gemm_rs", "mega_moe", "release_ops_memory"]
+__all__ = ["ag_gemm", "dispatch_gemm", "gemm_combine", "gemm_rs", "grouped_gemm", "interleave_gate_up", "mega_moe",
+           "quantise_rows", "quantise_weights", "release_ops_memory", "scale_pairs"]
 
 
 def _compiling() -> bool:

@@ -1,13 +1,15 @@
 """Where the C++ and CUDA sources are, and which modules they make.
 
 Convention: `tk_kernels/bindings/X_module.cpp` is the host module `moe_tk_X`, and `tk_kernels/bindings/Y_module.cu`
-is the CUDA module `moe_tk_Y`. A new binding needs no entry in a list.
+is the CUDA module `moe_tk_Y`. A new binding needs no entry in a list. A module of several sources names the others, relative
+to the native root, in comment lines `// with: PATH PATH` of its binding; they are compiled side by side.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,10 +50,15 @@ def native_modules(root: Path | None = None) -> list[NativeModule]:
     kinds = {".cpp": "host", ".cu": "cuda"}
     modules = [
         NativeModule(name=f"moe_tk_{path.stem.removesuffix('_module')}", kind=kinds[path.suffix],
-                     sources=(f"tk_kernels/bindings/{path.name}",))
+                     sources=(f"tk_kernels/bindings/{path.name}", *_companions(path)))
         for path in bindings.glob("*_module.*") if path.suffix in kinds
     ]
     return sorted(modules, key=lambda module: module.name)
+
+
+def _companions(binding: Path) -> tuple[str, ...]:
+    lines = re.findall(r"^// with: (.+)$", binding.read_text(), re.MULTILINE)
+    return tuple(path for line in lines for path in line.split())
 
 
 def hash_sources(root: Path, sources: Sequence[Path]) -> str:

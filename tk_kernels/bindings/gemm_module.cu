@@ -1,4 +1,5 @@
-// Python bindings of the CUDA kernels. Device pointers and streams are integers; nothing here includes torch.
+// Python bindings of the grouped GEMM. Device pointers and streams are integers; nothing here includes torch.
+// with: tk_kernels/patterns/build_tasks.cu tk_kernels/patterns/grouped_gemm.cu tk_kernels/patterns/grouped_gemm_fp8.cu
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -81,8 +82,8 @@ void run_build_tasks(uint64_t group_offsets, uint64_t group_rows, int num_groups
 
 }  // namespace
 
-PYBIND11_MODULE(MOE_TK_MODULE_NAME, m) {
-    m.doc() = "CUDA kernels of moe_tk; device pointers and streams are integers";
+PYBIND11_MODULE(moe_tk_gemm, m) {
+    m.doc() = "The grouped GEMM engine; device pointers and streams are integers";
     m.def("gemm_variants", &list_variants, py::arg("dtype"), "The compiled grouped GEMM configurations of bf16 or e4m3, by index");
     m.def("build_tasks", &run_build_tasks, py::kw_only(), py::arg("group_offsets"), py::arg("group_rows"), py::arg("num_groups"),
           py::arg("num_experts"), py::arg("num_col_blocks"), py::arg("block_m"), py::arg("tasks"), py::arg("num_tasks"),
@@ -96,5 +97,5 @@ PYBIND11_MODULE(MOE_TK_MODULE_NAME, m) {
           py::arg("out_scales_stride") = 0, py::arg("gate_arrived") = 0, py::arg("gate_want") = 0,
           py::arg("gate_timeout_ns") = 0, py::arg("gate_record") = 0, py::arg("push_finished") = 0, py::arg("num_sms"),
           py::arg("weights_policy") = 0, py::arg("stream"),
-          "Launches the grouped GEMM on `stream`; see moe_tk.ops.grouped_gemm for the meaning of each argument");
+          "Launches the grouped GEMM on `stream`; see moe_tk.runtime.gemm for the meaning of each argument");
 }
