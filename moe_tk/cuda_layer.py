@@ -67,7 +67,7 @@ class CudaMoELayer(MoELayer):
         self.session = self._calls.session
         self.ordinal = self.session.add_layer()
         self._signature = signature_of("moe_layer", "nvlink", geometry.shared_key(), self.ordinal, weight_position, self.activation)
-        self.plan = self._plan(geometry, segments)
+        self.plan = self._plan(geometry)
         self.stats, self.tables, self.record_trace = CallStats(), None, False
         self._register()
 
@@ -84,15 +84,15 @@ class CudaMoELayer(MoELayer):
         if weight_position not in WEIGHT_POSITIONS:
             raise ArgumentError(f"weight_position is {weight_position!r}, wanted one of {', '.join(WEIGHT_POSITIONS)}")
 
-    def _plan(self, g: NvlinkGeometry, segments: int | None) -> Plan:
+    def _plan(self, g: NvlinkGeometry) -> Plan:
         sms = self.session.num_sms
         reasons = ("pattern two_kernel: the fused pattern of the CUDA back end",
                    "row blocks of 64 for calls with few rows per expert, of 128 for others",
-                   f"{sms} blocks in each GEMM; one warp of each moves rows in GEMM 1 and combines in GEMM 2, the others join it",
+                   f"{sms} blocks in each GEMM; a warp of each moves rows in GEMM 1 and combines in GEMM 2, the others join it",
                    "receivers read each wanted row once and write it to all its slots")
-        return Plan(pattern="two_kernel", protocol="nvlink", segments=segments or 1, row_block=ROW_BLOCKS[-1],
-                    column_block=MIN_COLUMN_BLOCK, job_chunk=JOB_CHUNK, warmup=0, send_blocks=0, place_blocks=sms, compute_blocks=sms,
-                    combine_blocks=sms, pull=True, reasons=reasons)
+        return Plan(pattern="two_kernel", protocol="nvlink", segments=g.max_segments, row_block=ROW_BLOCKS[-1],
+                    column_block=MIN_COLUMN_BLOCK, job_chunk=JOB_CHUNK, warmup=0, send_blocks=0, place_blocks=sms,
+                    compute_blocks=sms, combine_blocks=sms, pull=True, reasons=reasons)
 
     @property
     def num_local_experts(self) -> int:
@@ -140,16 +140,18 @@ class CudaMoELayer(MoELayer):
         when one of them failed. Bounded, since every wait of a call is."""
         self.session.synchronize("moe_layer", self.timeout_s)
 
-    def _check_arguments(self, hidden_states: Any, topk_ids: Any, topk_weights: Any, out: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _check_arguments(self, hidden_states: Any, topk_ids: Any, topk_weights: Any,
+                         out: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if self._calls.w13 is None:
             raise ArgumentError("the layer has no weights: call load_weights(w13, w2) first")
         hidden = self._check("hidden_states", hidden_states, (self.dtype,), (None, self.hidden_size), "[T, H]")
         tokens = hidden.shape[0]
         if tokens > self.max_tokens_per_rank:
             raise ArgumentError(f"hidden_states has {tokens} tokens, more than max_tokens_per_rank={self.max_tokens_per_rank}")
-        if isinstance(topk_ids, Tensor) and isinstance(topk_weights, Tensor) and topk_ids.is_floating_point() > topk_weights.is_floating_point():
-            raise ArgumentTypeError(f"topk_ids is {topk_ids.dtype} and topk_weights is {topk_weights.dtype}: are they swapped? The order "
-                                    "is (hidden_states, topk_ids, topk_weights)")
+        if isinstance(topk_ids, Tensor) and isinstance(topk_weights, Tensor):
+            if topk_ids.is_floating_point() and not topk_weights.is_floating_point():
+                raise ArgumentTypeError(f"topk_ids is {topk_ids.dtype} and topk_weights is {topk_weights.dtype}: are they swapped? "
+                                        "The order is (hidden_states, topk_ids, topk_weights)")
         ids = self._check("topk_ids", topk_ids, ID_DTYPES, (tokens, self.top_k), "[T, k]")
         weights = self._check("topk_weights", topk_weights, WEIGHT_DTYPES, (tokens, self.top_k), "[T, k]")
         if out is None:
@@ -169,12 +171,13 @@ class CudaMoELayer(MoELayer):
             raise ArgumentTypeError(f"{name} has dtype {str(value.dtype).removeprefix('torch.')}, wanted {names(dtypes)}")
         if value.device != self.device:
             raise ArgumentError(f"{name} is on {value.device}, but this layer runs on {self.device}")
-        if value.dim() != len(shape) or any(want is not None and have != want for have, want in zip(value.shape, shape, strict=True)):
+        extents = zip(value.shape, shape, strict=False)
+        if value.dim() != len(shape) or any(want is not None and have != want for have, want in extents):
             wanted = [("any" if extent is None else extent) for extent in shape]
             raise ArgumentError(f"{name} has shape {list(value.shape)}, wanted {layout} = {wanted}".replace("'", ""))
         if value.requires_grad and torch.is_grad_enabled():
-            raise ArgumentError(f"{name} requires a gradient, but moe_tk has the forward pass only: call it under torch.no_grad() or "
-                                f"pass {name}.detach()")
+            raise ArgumentError(f"{name} requires a gradient, but moe_tk has the forward pass only: call it under "
+                                f"torch.no_grad() or pass {name}.detach()")
         return value
 
 
@@ -191,5 +194,6 @@ def own_device(group: RankGroup, device: torch.device | str | int | None) -> tor
         chosen = torch.device("cuda", torch.cuda.current_device())
     capability = torch.cuda.get_device_capability(chosen)
     if capability != (9, 0):
-        raise TopologyError(f"{chosen} has compute capability {capability[0]}.{capability[1]}, wanted 9.0 (Hopper) for protocol 'nvlink'")
+        raise TopologyError(f"{chosen} has compute capability {capability[0]}.{capability[1]}, wanted 9.0 (Hopper) for protocol "
+                            "'nvlink'")
     return chosen

@@ -15,6 +15,8 @@ from moe_tk.group import RankGroup
 from moe_tk.memory.layout import Item, end_of
 from moe_tk.memory.nvlink_layout import JOB_CHUNK, NvlinkGeometry, row_items, symmetric_items, table_items
 
+Failure = tuple[str, str, str]  # kind, step, text
+
 
 class NvlinkHeap:
     """Segments of all ranks of a group, each `size` bytes of device memory and zeroed. See memory.symmetric.SymmetricMemory."""
@@ -28,18 +30,19 @@ class NvlinkHeap:
         self._views: list[torch.Tensor] = []
         self._handle: Any = None
         segment, failure = self._allocate(group, size, device)
-        offers = group.gather({"size": size, "tag": tag, "failure": failure}, timeout_s=timeout_s, step="symmetric memory: exchange")
+        offer = {"size": size, "tag": tag, "failure": failure}
+        offers = group.gather(offer, timeout_s=timeout_s, step="symmetric memory: exchange")
         self._raise_first([offer["failure"] for offer in offers])
         for rank, offer in enumerate(offers):
             if (offer["tag"], offer["size"]) != (offers[0]["tag"], offers[0]["size"]):
-                raise MoETkError(f"symmetric memory: rank 0 set up {offers[0]['tag']} with {offers[0]['size']} bytes but rank {rank} "
-                                 f"set up {offer['tag']} with {offer['size']} bytes: all ranks must create the same layers in the "
-                                 "same order")
+                raise MoETkError(f"symmetric memory: rank 0 set up {offers[0]['tag']} with {offers[0]['size']} bytes but rank "
+                                 f"{rank} set up {offer['tag']} with {offer['size']} bytes: all ranks must create the same "
+                                 "layers in the same order")
         failure = self._map(group, segment)
         self._raise_first(group.gather(failure, timeout_s=timeout_s, step="symmetric memory: confirm"))
 
     @staticmethod
-    def _allocate(group: RankGroup, size: int, device: torch.device) -> tuple[torch.Tensor | None, tuple[str, str, str] | None]:
+    def _allocate(group: RankGroup, size: int, device: torch.device) -> tuple[torch.Tensor | None, Failure | None]:
         try:
             if group.world == 1:
                 return torch.zeros(size, dtype=torch.uint8, device=device), None
@@ -53,7 +56,7 @@ class NvlinkHeap:
             kind = "capacity" if isinstance(error, torch.cuda.OutOfMemoryError) or "out of memory" in str(error) else "other"
             return None, (kind, "allocate", f"{size / 2**20:.1f} MiB on {device}: {str(error)[:2000]}")
 
-    def _map(self, group: RankGroup, segment: Any) -> tuple[str, str, str] | None:
+    def _map(self, group: RankGroup, segment: Any) -> Failure | None:
         if group.world == 1:
             self._views = [segment]
             return None
@@ -67,11 +70,11 @@ class NvlinkHeap:
                 view = segment if rank == group.rank else self._handle.get_buffer(rank, (self.size,), torch.uint8)
                 self._views.append(view)
         except RuntimeError as error:
-            return "topology", "map", f"{self.device} cannot map the memory of its peers (is there peer access?): {str(error)[:2000]}"
+            return "topology", "map", f"{self.device} cannot map its peers' memory (is there peer access?): {str(error)[:2000]}"
         return None
 
     @staticmethod
-    def _raise_first(failures: list[tuple[str, str, str] | None]) -> None:
+    def _raise_first(failures: list[Failure | None]) -> None:
         errors = {"capacity": CapacityError, "topology": TopologyError, "other": MoETkError}
         for rank, failure in enumerate(failures):
             if failure is not None:
@@ -96,7 +99,8 @@ class NvlinkHeap:
 class NvlinkWorkspace:
     """Memory of one (group, geometry) on this rank. Creating one is a collective; see NvlinkHeap for what it raises."""
 
-    def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, generation: int, timeout_s: float) -> None:
+    def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, generation: int,
+                 timeout_s: float) -> None:
         self.group, self.geometry, self.device = group, geometry, device
         self._symmetric = {item.name: item for item in symmetric_items(geometry)}
         self.heap = NvlinkHeap(group, end_of(tuple(self._symmetric.values())), device=device, timeout_s=timeout_s,

@@ -47,8 +47,8 @@ class NvlinkGeometry:
             raise ArgumentError(f"{self.max_segments} segment(s) of {self.num_local_experts} local experts are {groups} groups, "
                                 f"wanted at most {MAX_GROUPS}: use fewer segments, or more ranks in mode 'ep'")
         if self.max_slots * max(self.hidden // 8, 1) > INT32_MAX:
-            raise ArgumentError(f"max_tokens_per_rank is {self.max_tokens}: {self.max_slots} slots of {self.hidden} elements are more "
-                                "than the kernels can index; use fewer tokens per call")
+            raise ArgumentError(f"max_tokens_per_rank is {self.max_tokens}: {self.max_slots} slots of {self.hidden} elements are "
+                                "more than the kernels can index; use fewer tokens per call")
 
     @property
     def num_local_experts(self) -> int:

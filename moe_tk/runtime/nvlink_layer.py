@@ -37,8 +37,8 @@ def engine_weights(w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
 def one_limit(activation: Activation) -> float:
     """The limit of both halves, infinity for none. Raises ArgumentError when they differ: the kernel has one."""
     if activation.gate_limit != activation.up_limit:
-        raise ArgumentError(f"activation has gate_limit {activation.gate_limit} and up_limit {activation.up_limit}; the CUDA back end "
-                            "wants both equal, or none")
+        raise ArgumentError(f"activation has gate_limit {activation.gate_limit} and up_limit {activation.up_limit}; the CUDA back "
+                            "end wants both equal, or none")
     return math.inf if activation.gate_limit is None else float(activation.gate_limit)
 
 
@@ -72,7 +72,8 @@ class NvlinkLayer:
                 stages: int = OPEN | GATHER | SCATTER) -> None:
         """Launches a call. hidden, out [T, H] bf16, ids [T, k] i32/i64, weights [T, k] f32/bf16: contiguous, on the device."""
         variant, segments = self.choices(hidden.shape[0])
-        self.session.run(self._fields(variant, segments, signature, hidden, ids, weights, out), stages=stages, timeout_s=self.timeout_s)
+        fields = self._fields(variant, segments, signature, hidden, ids, weights, out)
+        self.session.run(fields, stages=stages, timeout_s=self.timeout_s)
 
     def refuse(self, signature: int) -> None:
         """Tells the other ranks that this one does not make the call; they get PeerRefused."""

@@ -27,7 +27,8 @@ from moe_tk.runtime.watch import LivenessWatch
 RECORD_GRACE_S = 0.3  # how long to wait for the other ranks' records before the error is written
 RECORD = struct.Struct("<3I4i4I4x2Q")  # protocol::wait_record
 RECORDS_OFFSET = 384                   # of control_block
-RECORD_FIELDS = ("op", "phase", "role", "rank", "block", "slot", "producer", "expected", "seen", "kind", "epoch", "waited_ns", "missing")
+RECORD_FIELDS = ("op", "phase", "role", "rank", "block", "slot", "producer", "expected", "seen", "kind", "epoch", "waited_ns",
+                 "missing")
 FAILED, VOID_REASON, VOID_RANK, VOID_VALUE, LOST_LOW, LOST_HIGH, HOST_ABORT = range(7)  # nvlink::mailbox, in int32
 REFUSED, DISAGREE, CAPACITY = 1, 2, 3  # nvlink::void_reason
 OPEN, GATHER, SCATTER = 1, 2, 4        # nvlink::stage_bit
@@ -87,8 +88,8 @@ class NvlinkSession:
             self._lock.release()
 
     def run(self, call: dict[str, Any], *, stages: int = OPEN | GATHER | SCATTER, timeout_s: float) -> None:
-        """Launches stages of a call on the current stream of the session's device, behind the call before it. Who replays graphs
-        on several streams orders them himself."""
+        """Launches stages of a call on the current stream of the session's device, behind the call before it. The order of
+        graph replays on several streams is up to the caller."""
         stream = torch.cuda.current_stream(self.device)
         if not torch.cuda.is_current_stream_capturing():
             if self._last_stream is not None and self._last_stream != stream:
@@ -116,8 +117,8 @@ class NvlinkSession:
             raise CapacityError(f"{op}: in an earlier call rank {rank} had {value} tokens, more than max_tokens_per_rank={limit}. "
                                 f"Nothing was computed; make the layer with max_tokens_per_rank >= {value}.")
         if reason == DISAGREE:
-            raise MoETkError(f"{op}: ranks disagreed about an earlier call: rank {rank} made another one than rank 0. All ranks must "
-                             "make the same calls with the same shapes in the same order. Nothing was computed.")
+            raise MoETkError(f"{op}: ranks disagreed about an earlier call: rank {rank} made another one than rank 0. All ranks "
+                             "must make the same calls with the same shapes in the same order. Nothing was computed.")
 
     def synchronize(self, op: str, timeout_s: float) -> None:
         """Waits for the current stream of the device and raises what its calls failed with. Bounded, since all waits are."""

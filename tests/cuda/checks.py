@@ -76,7 +76,8 @@ class Data:
         self.w13 = (draw(case.experts, 2 * case.inter, case.hidden) / case.hidden**0.5).bfloat16()
         self.w2 = (draw(case.experts, case.hidden, case.inter) / case.inter**0.5).bfloat16()
         self.x = draw(ranks.world * case.max_tokens, case.hidden).bfloat16()
-        routing = make_routing(case.routing, num_tokens=ranks.world * case.max_tokens, num_experts=case.experts, top_k=case.top_k, seed=seed)
+        routing = make_routing(case.routing, num_tokens=ranks.world * case.max_tokens, num_experts=case.experts, top_k=case.top_k,
+                               seed=seed)
         self.ids, self.weights = routing.topk_ids.to(torch.int64).clone(), routing.topk_weights.float().clone()
         if case.experts > 3:  # skipped pairs, skipped rows, an expert twice
             self.ids[1::7, 0] = -1
@@ -142,8 +143,8 @@ def tables(ranks: Ranks) -> None:
             layer.synchronize()
             counts = [case.count(rank) for rank in range(ranks.world)]
             variant, segments = layer._calls.choices(len(x))
-            want = build_tables(data.ids, token_counts=counts, world=ranks.world, rank=ranks.rank, num_experts=case.experts, mode=case.mode,
-                                row_block=ROW_BLOCKS[variant], segments=segments, job_chunk=32)
+            want = build_tables(data.ids, token_counts=counts, world=ranks.world, rank=ranks.rank, num_experts=case.experts,
+                                mode=case.mode, row_block=ROW_BLOCKS[variant], segments=segments, job_chunk=32)
             workspace = layer.session.workspace
             assert compare_tables(workspace, want, len(x), layer) == [], f"{case} seed {seed}"
             weight = workspace.local("slot_weight", torch.float32)[:want.slot_pair.numel()].cpu()

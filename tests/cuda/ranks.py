@@ -27,7 +27,8 @@ def run_ranks(check: str, *, world: int = 2, timeout_s: float = 120.0, killed: t
     port = free_port()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
     processes = [subprocess.Popen([sys.executable, "-m", "tests.cuda.ranks", check, str(rank), str(world), str(port)], cwd=ROOT,
-                                  env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(world)]
+                                  env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                 for rank in range(world)]
     deadline = time.monotonic() + timeout_s
     outputs = []
     for process in processes:
@@ -36,8 +37,9 @@ def run_ranks(check: str, *, world: int = 2, timeout_s: float = 120.0, killed: t
         except subprocess.TimeoutExpired:
             process.kill()
             outputs.append(process.communicate()[0] + f"\nkilled after {timeout_s:g} s")
-    text = "\n".join(f"--- rank {rank}: status {p.returncode}\n{out[-4000:]}" for rank, (p, out) in enumerate(zip(processes, outputs, strict=True)))
-    for rank, process in enumerate(processes):
+    ended = list(enumerate(zip(processes, outputs, strict=True)))
+    text = "\n".join(f"--- rank {rank}: status {process.returncode}\n{out[-4000:]}" for rank, (process, out) in ended)
+    for rank, (process, _) in ended:
         good = process.returncode < 0 if rank in killed else process.returncode == 0
         assert good, text
     return text

@@ -1,4 +1,5 @@
 // Python bindings of the fused layer over NVLink. Device pointers and streams are integers; nothing here includes torch.
+// with: tk_kernels/nvlink/open_call.cu tk_kernels/nvlink/fused_gemm.cu
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
