@@ -1,4 +1,4 @@
-"""Argument checks of the layer and the ops: one sentence each, before anything is sent or allocated."""
+"""Checks of the tensors that the layer and the ops get: one sentence each, before anything is sent or allocated."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from torch import Tensor
 from moe_tk.config import env
 from moe_tk.errors import ArgumentError, ArgumentTypeError
 
-ALIGNMENT = 8                        # elements of a row: 16 bytes in bfloat16, the unit of a bulk copy
-COPY_LIMIT_BYTES = 64 * 2**20        # a strided input up to this size is copied, a larger one is refused
-MAX_TOP_K = 64
+COPY_LIMIT_BYTES = 64 * 2**20  # a strided input up to this size is copied, a larger one is refused
 ID_DTYPES = (torch.int32, torch.int64)
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
@@ -20,28 +18,6 @@ COMPUTE_DTYPES = (torch.bfloat16, torch.float32)
 
 def names(dtypes: tuple[torch.dtype, ...]) -> str:
     return " or ".join(str(d).removeprefix("torch.") for d in dtypes)
-
-
-def check_count(name: str, value: Any, *, least: int = 1, most: int | None = None) -> int:
-    """`value`, if it is an integer in least..most."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise ArgumentTypeError(f"{name} must be an integer, got {type(value).__name__}")
-    if value < least or (most is not None and value > most):
-        span = f"{least}..{most}" if most is not None else f">= {least}"
-        near = least if value < least else most
-        raise ArgumentError(f"{name} is {value}, wanted {span}; the nearest valid value is {near}")
-    return value
-
-
-def check_width(name: str, value: Any) -> int:
-    """`value`, if rows of that many elements can be moved: a positive multiple of ALIGNMENT."""
-    check_count(name, value)
-    if value % ALIGNMENT:
-        below, above = value // ALIGNMENT * ALIGNMENT, -(-value // ALIGNMENT) * ALIGNMENT
-        near = f"{below} and {above}" if below else str(above)
-        raise ArgumentError(f"{name} is {value}, wanted a multiple of {ALIGNMENT} (rows are moved in units of 16 bytes); "
-                            f"the nearest valid values are {near}")
-    return value
 
 
 def check_tensor(name: str, value: Any, *, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], layout: str) -> Tensor:
@@ -52,11 +28,13 @@ def check_tensor(name: str, value: Any, *, dtypes: tuple[torch.dtype, ...], shap
         raise ArgumentTypeError(f"{name} has dtype {str(value.dtype).removeprefix('torch.')}, wanted {names(dtypes)}")
     if value.device.type != "cpu":
         raise ArgumentError(f"{name} is on {value.device}, but this layer runs on the CPU back end: move it with .cpu()")
+    if value.layout != torch.strided:
+        raise ArgumentTypeError(f"{name} has layout {value.layout}, wanted a dense tensor: pass {name}.to_dense()")
     if value.dim() != len(shape) or any(want is not None and have != want for have, want in zip(value.shape, shape, strict=True)):
         wanted = [("any" if extent is None else extent) for extent in shape]
         raise ArgumentError(f"{name} has shape {list(value.shape)}, wanted {layout} = {wanted}".replace("'", ""))
     if value.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(f"{name} requires a gradient, but moe_tk has the forward pass only: call it under torch.no_grad() or "
+        raise ArgumentError(f"{name} has requires_grad=True, but moe_tk has the forward pass only: call it under torch.no_grad() or "
                             f"pass {name}.detach()")
     return value
 
@@ -72,10 +50,10 @@ def as_contiguous(name: str, value: Tensor) -> Tensor:
     return value.contiguous()
 
 
-def check_routing(topk_ids: Any, topk_weights: Any, *, num_tokens: int, top_k: int, num_experts: int, rank: int) -> tuple[Tensor, Tensor]:
-    """(topk_ids [T, k], topk_weights [T, k] float32), if they can be a routing of `num_tokens` tokens.
+def check_routing(topk_ids: Any, topk_weights: Any, *, num_tokens: int, top_k: int | None, num_experts: int, rank: int) -> tuple[Tensor, Tensor]:
+    """(topk_ids [T, k] int32, topk_weights [T, k] float32), if they can be a routing of `num_tokens` tokens.
 
-    -1 and ids >= num_experts mean "skip"; with MOE_TK_VALIDATE=1 only -1 does, and other ids outside are refused.
+    -1 and ids >= num_experts mean "skip" and come back as -1, so that no 64-bit id can wrap into a valid one; with MOE_TK_VALIDATE=1 only -1 does, and other ids outside are refused.
     """
     if isinstance(topk_ids, Tensor) and isinstance(topk_weights, Tensor):
         if topk_ids.is_floating_point() and not topk_weights.is_floating_point():
@@ -95,4 +73,4 @@ def check_routing(topk_ids: Any, topk_weights: Any, *, num_tokens: int, top_k: i
             token, choice = (int(i) for i in outside.nonzero()[0])
             raise ArgumentError(f"topk_ids[{token}, {choice}] is {ids[token, choice].item()} on rank {rank}, wanted -1 (skip) or "
                                 f"0..{num_experts - 1}")
-    return ids, weights
+    return torch.where(valid, ids, -1).to(torch.int32), weights

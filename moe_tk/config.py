@@ -44,7 +44,7 @@ ENV_VARS = (
     EnvVar("MOE_TK_TIMEOUT_S", _positive_float, 10.0, "seconds > 0",
            "limit of every wait in a kernel, in seconds of wall clock"),
     EnvVar("MOE_TK_FIRST_CALL_TIMEOUT_S", _positive_float, 120.0, "seconds > 0",
-           "limit of the waits of a layer's first call, where ranks may still be compiling"),
+           "limit of the waits while a layer is set up, where ranks may still be compiling"),
     EnvVar("MOE_TK_CACHE_DIR", str, None, "a folder",
            "where built modules and verdicts are kept (default: XDG cache, then home, then temp)"),
     EnvVar("MOE_TK_RECORD_DIR", str, None, "a folder",
@@ -69,6 +69,8 @@ ENV_VARS = (
            "upper bound of the compiler processes at a time, as torch knows it"),
     EnvVar("XDG_CACHE_HOME", str, None, "an absolute folder",
            "second place that is tried for built modules, as XDG_CACHE_HOME/moe_tk"),
+    EnvVar("MOE_TK_FAULT_POINTS", _flag, False, "0 | 1",
+           "use a host module in which tests can make a rank die, stop or lag at a chosen item"),
     EnvVar("MOE_TK_VALIDATE", _flag, False, "0 | 1",
            "check every call's ids and tables on the host (slower; raises with rank, token, slot, value)"),
 )

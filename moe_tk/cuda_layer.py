@@ -11,17 +11,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_tk.arguments import ID_DTYPES, WEIGHT_DTYPES, check_count, check_width, names
+from moe_tk.arguments import ID_DTYPES, WEIGHT_DTYPES, names
 from moe_tk.config import env
 from moe_tk.errors import ArgumentError, ArgumentTypeError, TopologyError
 from moe_tk.group import RankGroup, resolve_group
 from moe_tk.layer import WEIGHT_POSITIONS, MoELayer
 from moe_tk.memory.estimate import MemoryEstimate
-from moe_tk.memory.nvlink_layout import JOB_CHUNK, MAX_TOP_K, MIN_COLUMN_BLOCK, ROW_BLOCKS, NvlinkGeometry, nvlink_estimate
+from moe_tk.memory.nvlink_layout import JOB_CHUNK, MIN_COLUMN_BLOCK, ROW_BLOCKS, NvlinkGeometry, nvlink_estimate
+from moe_tk.ops.handles import keep_handle
 from moe_tk.planner import Plan
 from moe_tk.runtime.calls import signature_of
 from moe_tk.runtime.launch import Activation, CallStats, resolve_activation
 from moe_tk.runtime.nvlink_layer import NvlinkLayer
+from moe_tk.sizes import check_count, check_layer_sizes, check_one_of, check_positive
 from moe_tk.weights import from_checkpoint
 
 PATTERNS = ("auto", "two_kernel")
@@ -43,46 +45,44 @@ class CudaMoELayer(MoELayer):
                  weight_position: str = "before_l2", timeout_s: float | None = None, segments: int | None = None,
                  device: torch.device | str | int | None = None, reserve_sms: int = 0, row_block: int | None = None) -> None:
         self.group = resolve_group(group)
-        self.num_experts = check_count("num_experts", num_experts)
-        self.top_k = check_count("top_k", top_k, most=min(MAX_TOP_K, num_experts))
-        self.hidden_size = check_width("hidden_size", hidden_size)
-        self.intermediate_size = check_count("intermediate_size", intermediate_size, least=self.group.world if mode == "tp" else 1)
-        self.max_tokens_per_rank = check_count("max_tokens_per_rank", max_tokens_per_rank)
-        self._check_choices(mode, pattern, protocol, dtype, weight_position)
-        self.timeout_s = float(env("MOE_TK_TIMEOUT_S") if timeout_s is None else timeout_s)
-        if not self.timeout_s > 0:
-            raise ArgumentError(f"timeout_s is {timeout_s}, wanted seconds > 0")
-        if row_block is not None and row_block not in ROW_BLOCKS:
-            raise ArgumentError(f"row_block is {row_block}, wanted one of {', '.join(map(str, ROW_BLOCKS))} or None")
+        with self.group.local_step("MoELayer", timeout_s=env("MOE_TK_TIMEOUT_S")):
+            check_layer_sizes(world=self.group.world, rank=self.group.rank, num_experts=num_experts, top_k=top_k,
+                              hidden_size=hidden_size, intermediate_size=intermediate_size,
+                              max_tokens_per_rank=max_tokens_per_rank, mode=mode)
+            self._check_choices(pattern, protocol, dtype, weight_position, row_block)
+            self.timeout_s = check_positive("timeout_s", env("MOE_TK_TIMEOUT_S") if timeout_s is None else timeout_s, "seconds")
+            self.activation = resolve_activation(activation, swiglu_limit)
+            self.device = own_device(self.group, device)
+            geometry = NvlinkGeometry(world=self.group.world, rank=self.group.rank, max_tokens=max_tokens_per_rank, top_k=top_k,
+                                      num_experts=num_experts, hidden=hidden_size, intermediate_size=intermediate_size,
+                                      mode=mode, max_segments=check_count("segments", 1 if segments is None else segments))
+            self.memory: MemoryEstimate = nvlink_estimate(geometry)
+            check_count("reserve_sms", reserve_sms, least=0)
+        self.num_experts, self.top_k, self.max_tokens_per_rank = num_experts, top_k, max_tokens_per_rank
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.mode, self.dtype, self.weight_position = mode, dtype, weight_position
-        self.activation = resolve_activation(activation, swiglu_limit)
-        self.device = own_device(self.group, device)
-        geometry = NvlinkGeometry(world=self.group.world, rank=self.group.rank, max_tokens=max_tokens_per_rank, top_k=top_k,
-                                  num_experts=num_experts, hidden=hidden_size, intermediate_size=intermediate_size, mode=mode,
-                                  max_segments=check_count("segments", 1 if segments is None else segments))
-        self.memory: MemoryEstimate = nvlink_estimate(geometry)
-        self._calls = NvlinkLayer(self.group, geometry, device=self.device, activation=self.activation,
-                                  weights_before_l2=weight_position == "before_l2", timeout_s=self.timeout_s, segments=segments,
-                                  row_block=row_block, reserve_sms=check_count("reserve_sms", reserve_sms, least=0))
+        with torch.inference_mode(False):  # what lives as long as the layer must serve calls in any mode
+            self._calls = NvlinkLayer(self.group, geometry, device=self.device, activation=self.activation,
+                                      weights_before_l2=weight_position == "before_l2", timeout_s=self.timeout_s,
+                                      segments=segments, row_block=row_block, reserve_sms=reserve_sms)
         self.session = self._calls.session
         self.ordinal = self.session.add_layer()
         self._signature = signature_of("moe_layer", "nvlink", geometry.shared_key(), self.ordinal, weight_position, self.activation)
         self.plan = self._plan(geometry)
         self.stats, self.tables, self.record_trace = CallStats(), None, False
-        self._register()
+        self.handle = keep_handle(self)
 
     @staticmethod
-    def _check_choices(mode: str, pattern: str, protocol: str, dtype: torch.dtype, weight_position: str) -> None:
-        if mode not in ("ep", "tp"):
-            raise ArgumentError(f"mode is {mode!r}, wanted 'ep' or 'tp' (a mix of both is not supported: make one layer per group)")
+    def _check_choices(pattern: str, protocol: str, dtype: torch.dtype, weight_position: str, row_block: int | None) -> None:
         if pattern not in PATTERNS:
             raise ArgumentError(f"pattern is {pattern!r}, wanted one of {', '.join(PATTERNS)} on the CUDA back end")
         if protocol not in ("auto", "nvlink"):
             raise TopologyError(f"protocol is {protocol!r}, wanted 'nvlink' on the CUDA back end")
         if dtype != torch.bfloat16:
             raise ArgumentTypeError(f"dtype is {dtype}, wanted torch.bfloat16 on the CUDA back end")
-        if weight_position not in WEIGHT_POSITIONS:
-            raise ArgumentError(f"weight_position is {weight_position!r}, wanted one of {', '.join(WEIGHT_POSITIONS)}")
+        check_one_of("weight_position", weight_position, WEIGHT_POSITIONS)
+        if row_block is not None and row_block not in ROW_BLOCKS:
+            raise ArgumentError(f"row_block is {row_block}, wanted one of {', '.join(map(str, ROW_BLOCKS))} or None")
 
     def _plan(self, g: NvlinkGeometry) -> Plan:
         sms = self.session.num_sms

@@ -2,48 +2,30 @@
 
 from __future__ import annotations
 
-import itertools
 import os
-import weakref
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from moe_tk import reference as _reference
-from moe_tk.arguments import (
-    COMPUTE_DTYPES,
-    MAX_TOP_K,
-    as_contiguous,
-    check_count,
-    check_routing,
-    check_tensor,
-    check_width,
-    names,
-)
+from moe_tk.arguments import COMPUTE_DTYPES, as_contiguous, check_routing, check_tensor, names
 from moe_tk.config import env
-from moe_tk.errors import ArgumentError, ArgumentTypeError, MoETkError
+from moe_tk.errors import ArgumentError, ArgumentTypeError
 from moe_tk.group import resolve_group
 from moe_tk.memory.estimate import MemoryEstimate, estimate, layer_geometry
+from moe_tk.ops import registered as _registered  # noqa: F401  a compiled call needs torch.ops.moe_tk
+from moe_tk.ops.handles import keep_handle
 from moe_tk.planner import Plan, make_plan
 from moe_tk.runtime.calls import CallOptions, open_routed_call, run_mega, run_two_kernel, signature_of
 from moe_tk.runtime.launch import Activation, CallStats, resolve_activation
 from moe_tk.runtime.serial import run_serial
 from moe_tk.runtime.session import SESSIONS, CallHeader
+from moe_tk.sizes import check_layer_sizes, check_one_of, check_positive
 from moe_tk.weights import from_checkpoint
 
 WEIGHT_POSITIONS = ("before_l2", "combine")
 RUNNERS = {"mega": run_mega, "two_kernel": run_two_kernel, "serial": run_serial}
-_layers: weakref.WeakValueDictionary[int, MoELayer] = weakref.WeakValueDictionary()
-_handles = itertools.count(1)
-
-
-def find_layer(handle: int) -> MoELayer:
-    """The live layer of a handle; raises MoETkError when it is gone."""
-    layer = _layers.get(handle)
-    if layer is None:
-        raise MoETkError(f"there is no MoELayer with handle {handle} in this process (any more)")
-    return layer
 
 
 class MoELayer:
@@ -58,7 +40,8 @@ class MoELayer:
     timeout_s      limit of every wait (default MOE_TK_TIMEOUT_S, 10 s)
 
     Making one is a collective: all ranks make the same layers in the same order. Raises ArgumentError for sizes that
-    cannot be, CapacityError when memory is short, BuildError when the native module cannot be built.
+    cannot be (PeerRefused on the other ranks), CapacityError when memory is short, BuildError when the native module
+    cannot be built.
     """
 
     def __new__(cls, *args: Any, **options: Any) -> MoELayer:
@@ -76,43 +59,35 @@ class MoELayer:
                  weight_position: str = "before_l2", timeout_s: float | None = None, segments: int | None = None,
                  compute_blocks: int | None = None, pull: bool = False) -> None:
         self.group = resolve_group(group)
-        self.num_experts = check_count("num_experts", num_experts)
-        self.top_k = check_count("top_k", top_k, most=min(MAX_TOP_K, num_experts))
-        self.hidden_size = check_width("hidden_size", hidden_size)
-        self.intermediate_size = check_count("intermediate_size", intermediate_size, least=self.group.world if mode == "tp" else 1)
-        self.max_tokens_per_rank = check_count("max_tokens_per_rank", max_tokens_per_rank)
-        if mode not in ("ep", "tp"):
-            raise ArgumentError(f"mode is {mode!r}, wanted 'ep' or 'tp' (a mix of both is not supported: make one layer per group)")
-        if dtype not in COMPUTE_DTYPES:
-            raise ArgumentTypeError(f"dtype is {dtype}, wanted {names(COMPUTE_DTYPES)}")
-        if weight_position not in WEIGHT_POSITIONS:
-            raise ArgumentError(f"weight_position is {weight_position!r}, wanted one of {', '.join(WEIGHT_POSITIONS)}")
-        self.timeout_s = float(env("MOE_TK_TIMEOUT_S") if timeout_s is None else timeout_s)
-        if not self.timeout_s > 0:
-            raise ArgumentError(f"timeout_s is {timeout_s}, wanted seconds > 0")
+        with self.group.local_step("MoELayer", timeout_s=env("MOE_TK_TIMEOUT_S")):
+            check_layer_sizes(world=self.group.world, rank=self.group.rank, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
+                              intermediate_size=intermediate_size, max_tokens_per_rank=max_tokens_per_rank, mode=mode)
+            if dtype not in COMPUTE_DTYPES:
+                raise ArgumentTypeError(f"dtype is {dtype}, wanted {names(COMPUTE_DTYPES)}")
+            check_one_of("weight_position", weight_position, WEIGHT_POSITIONS)
+            self.timeout_s = check_positive("timeout_s", env("MOE_TK_TIMEOUT_S") if timeout_s is None else timeout_s, "seconds")
+            self.activation = resolve_activation(activation, swiglu_limit)
+            self.plan: Plan = make_plan(pattern=pattern, protocol=protocol, max_tokens=max_tokens_per_rank, cores=os.cpu_count() or 1,
+                                        world=self.group.world, segments=segments, compute_blocks=compute_blocks, pull=pull)
+            geometry = layer_geometry(
+                world=self.group.world, rank=self.group.rank, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
+                intermediate_size=intermediate_size, max_tokens_per_rank=max_tokens_per_rank, mode=mode,
+                dtype=str(dtype).removeprefix("torch."), pattern=self.plan.pattern, row_block=self.plan.row_block,
+                segments=self.plan.segments, job_chunk=self.plan.job_chunk)
+            self.memory: MemoryEstimate = estimate(geometry)
+        self.num_experts, self.top_k, self.max_tokens_per_rank = num_experts, top_k, max_tokens_per_rank
+        self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.mode, self.dtype, self.weight_position = mode, dtype, weight_position
-        self.activation = resolve_activation(activation, swiglu_limit)
-        self.plan: Plan = make_plan(pattern=pattern, protocol=protocol, max_tokens=max_tokens_per_rank, cores=os.cpu_count() or 1,
-                                    world=self.group.world, segments=segments, compute_blocks=compute_blocks, pull=pull)
-        geometry = layer_geometry(
-            world=self.group.world, rank=self.group.rank, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
-            intermediate_size=intermediate_size, max_tokens_per_rank=max_tokens_per_rank, mode=mode,
-            dtype=str(dtype).removeprefix("torch."), pattern=self.plan.pattern, row_block=self.plan.row_block,
-            segments=self.plan.segments, job_chunk=self.plan.job_chunk)
-        self.memory: MemoryEstimate = estimate(geometry)
-        self.session = SESSIONS.get(self.group, geometry)
+        with torch.inference_mode(False):  # what lives as long as the layer must serve calls in any mode
+            self.session = SESSIONS.get(self.group, geometry)
+            self.expert_load = torch.zeros(geometry.num_local_experts, dtype=torch.int64, device="cpu")
         self.ordinal = self.session.add_layer()
-        self.expert_load = torch.zeros(geometry.num_local_experts, dtype=torch.int64)
         self.stats = CallStats()
         self.tables = None  # of the last call
         self.record_trace = False
         self._w13: Tensor | None = None
         self._w2: Tensor | None = None
-        self._register()
-
-    def _register(self) -> None:
-        self.handle = next(_handles)
-        _layers[self.handle] = self
+        self.handle = keep_handle(self)
 
     @property
     def num_local_experts(self) -> int:
@@ -143,7 +118,8 @@ class MoELayer:
 
         topk_ids [T, k] int32 or int64, global expert ids; -1 and ids >= num_experts are skipped. topk_weights [T, k] float32
         or bfloat16, need not sum to 1; the same expert twice in a row counts twice.
-        out  [T, H] contiguous, written in place of a new tensor
+        out  [T, H] contiguous, written in place of a new tensor. When the call fails no tensor is returned, and what `out`
+             holds is undefined
 
         Raises on all ranks alike, and the layer stays usable: ArgumentError (this rank) with PeerRefused (the others),
         CapacityError. Raises ProtocolTimeout or PeerLost when a rank does not come; the layer is unusable then.
@@ -154,13 +130,14 @@ class MoELayer:
 
     def forward_into(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None) -> Tensor:
         """The call itself, eager. Shapes as in __call__."""
-        signature = signature_of("moe_layer", self.session.geometry.shared_key(), self.plan.pattern, self.weight_position, self.activation)
+        signature = signature_of("moe_layer", self.session.geometry.shared_key(), self.intermediate_size, self.plan.pattern,
+                                 self.plan.pull, self.weight_position, self.activation)
         options = CallOptions(op="moe_layer", plan=self.plan, timeout_s=self.timeout_s, layer=self.ordinal, activation=self.activation,
                               weights_before_l2=self.weight_position == "before_l2", record_trace=self.record_trace)
         with self.session.one_call("moe_layer"):
             try:
                 hidden, ids, weights, out = self._check_call(hidden_states, topk_ids, topk_weights, out)
-            except ArgumentError as error:
+            except Exception as error:  # whatever keeps this rank from taking part, the others must hear of it
                 self.session.open_call(CallHeader("moe_layer", self.ordinal, signature, 0), timeout_s=self.timeout_s, refused=str(error))
                 raise
             call = open_routed_call(self.session, options, topk_ids=ids, topk_weights=weights, signature=signature,
@@ -178,7 +155,7 @@ class MoELayer:
         ids, weights = check_routing(topk_ids, topk_weights, num_tokens=tokens, top_k=self.top_k, num_experts=self.num_experts,
                                      rank=self.group.rank)
         if out is None:
-            out = torch.empty(tokens, self.hidden_size, dtype=self.dtype)
+            out = hidden.new_empty(tokens, self.hidden_size)
         check_tensor("out", out, dtypes=(self.dtype,), shape=(tokens, self.hidden_size), layout="[T, H]")
         if not out.is_contiguous():
             raise ArgumentError(f"out has strides {out.stride()}, wanted a contiguous tensor")

@@ -25,7 +25,9 @@ def _why(rank: int, content: dict) -> str:
     if record is None:
         return "left no record: it never made this call, is stopped, or is busy in its own code"
     if record["kind"] == "host":
-        return "raised an exception in the middle of the call: read its traceback"
+        return "raised an exception in the middle of the call, or its program ended there: read its traceback"
+    if record["kind"] == "told_by_peer":
+        return "was at work, or waited for its own blocks only, when it was told to stop"
     return "waited for its own blocks only"
 
 

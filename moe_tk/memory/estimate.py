@@ -6,7 +6,9 @@ from dataclasses import dataclass
 
 from moe_tk.memory.geometry import Geometry
 from moe_tk.memory.layout import Item, counter_items, end_of, local_items, symmetric_items
+from moe_tk.planner.plan import JOB_CHUNK, ROW_BLOCK, choose_pattern, default_segments
 from moe_tk.schedule import local_experts, shard_range
+from moe_tk.sizes import check_layer_sizes
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,19 @@ def layer_geometry(*, world: int, rank: int, num_experts: int, top_k: int, hidde
 
 
 def estimate_memory(*, world: int, rank: int = 0, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int,
-                    max_tokens_per_rank: int, mode: str = "ep", dtype: str = "bfloat16", pattern: str = "mega",
-                    row_block: int = 32, segments: int = 4, job_chunk: int = 32) -> MemoryEstimate:
+                    max_tokens_per_rank: int, mode: str = "ep", dtype: str = "bfloat16", pattern: str = "auto",
+                    row_block: int = ROW_BLOCK, segments: int | None = None, job_chunk: int = JOB_CHUNK) -> MemoryEstimate:
     """Memory of a layer's workspace on one rank, in bytes, itemised: equal to what MoELayer allocates.
 
     The workspace is shared by all layers of one (group, geometry); weights come on top. Defaults are those of
-    MoELayer on the CPU back end. Raises ArgumentError for sizes that cannot be.
+    MoELayer on the CPU back end (segments: what its plan chooses for max_tokens_per_rank). Raises ArgumentError for sizes
+    that cannot be.
     """
+    check_layer_sizes(world=world, rank=rank, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
+                      intermediate_size=intermediate_size, max_tokens_per_rank=max_tokens_per_rank, mode=mode)
+    pattern = choose_pattern(pattern, [])
+    if segments is None:
+        segments = default_segments(max_tokens_per_rank)
     return estimate(layer_geometry(world=world, rank=rank, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
                                    intermediate_size=intermediate_size, max_tokens_per_rank=max_tokens_per_rank, mode=mode,
                                    dtype=str(dtype).removeprefix("torch."), pattern=pattern, row_block=row_block, segments=segments,

@@ -10,6 +10,7 @@ from moe_tk.schedule import max_segment_blocks, max_slots
 
 ITEM_BYTES = {"bfloat16": 2, "float32": 4}
 MAX_RANKS = 63  # contributors are bits of a non-negative int64
+RING_WARMUP = 8  # row blocks by which Linear 2 may follow Linear 1 in a ring; each costs one row block of memory
 
 
 @dataclass(frozen=True)
@@ -57,19 +58,28 @@ class Geometry:
 
     @property
     def ring_blocks(self) -> int:
-        """Row blocks that are held at a time. A ring must hold all blocks of one segment or it could deadlock."""
+        """Row blocks that are held at a time: with a ring, its segments at their largest and room for the warm-up."""
         if self.ring_segments == 0:
             return self.max_blocks
-        one = max_segment_blocks(self.world, self.max_tokens, self.top_k, self.num_local_experts, self.segments, self.row_block)
-        return min(self.max_blocks, one * self.ring_segments)
+        return min(self.max_blocks, self._segment_blocks * self.ring_segments + RING_WARMUP - 1)
+
+    @property
+    def _segment_blocks(self) -> int:
+        """Row blocks of one segment at its largest."""
+        return max_segment_blocks(self.world, self.max_tokens, self.top_k, self.num_local_experts, self.segments, self.row_block)
 
     @property
     def max_warmup(self) -> int:
-        """Row blocks by which Linear 2 may follow Linear 1 in mega. With a ring, the Linear 1 task that waits for an entry
-        must come after every Linear 2 task that frees it, or the compute blocks could all wait on it."""
+        """Row blocks by which Linear 2 may follow Linear 1 in mega; more could deadlock in a ring.
+
+        A row of segment s that waits for an entry may keep all rows of s from being placed, so no Linear 1 task of s may come
+        before the Linear 2 tasks that free the entry. Those end with the last block of an earlier segment q. As q and s have
+        at most `one` block each, a distance of ring_blocks between two of their blocks leaves at least ring_blocks - 2 * one
+        + 1 blocks between q and s, and Linear 2 of q's last block comes warmup blocks after it.
+        """
         if self.ring_blocks == self.max_blocks:
             return max(1, self.max_blocks)
-        return self.ring_blocks - self.ring_blocks // self.ring_segments
+        return self.ring_blocks - 2 * self._segment_blocks + 1
 
     @property
     def send_chunks(self) -> int:

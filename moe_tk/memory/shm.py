@@ -1,44 +1,40 @@
 """Symmetric memory of the CPU backend: one POSIX shared-memory segment per rank, mapped by all ranks of the group.
 
-Setting up goes in steps (allocate, exchange, map, confirm). A rank that fails in one still takes part in the exchange
-after it, so all ranks end with the first failure instead of waiting for each other. Names are unlinked as soon as
-every rank has the segment open; what a killed process may leave before that is removed by the next set-up.
+Setting up goes in steps (allocate, exchange, map, confirm). A rank that fails in one tells the others, so all ranks end
+with the first failure instead of waiting for each other. Names are unlinked as soon as every rank has the segment open;
+what a killed process may leave before that is removed by the next set-up.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from moe_tk.errors import CapacityError, MoETkError
 from moe_tk.group import RankGroup
+from moe_tk.liveness import ProcessName, own_process, pid_namespace
 
 SHM_DIR = Path("/dev/shm")
 PREFIX = "moe_tk"
 _counter = itertools.count()
 
 
-def process_start(pid: int) -> str | None:
-    """Start time of a process in clock ticks (tells a reused pid from the old one); None if it is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    fields = stat[stat.rindex(")") + 2:].split()
-    return None if fields[0] in "ZX" else fields[19]
-
-
 def remove_stale_segments() -> None:
-    """Unlinks segments of processes that are gone (killed between creating and unlinking theirs)."""
-    for path in SHM_DIR.glob(f"{PREFIX}.*"):
-        parts = path.name.split(".")
-        if len(parts) == 4 and parts[1].isdigit() and process_start(int(parts[1])) != parts[2]:
-            path.unlink(missing_ok=True)
+    """Unlinks segments of processes that are gone (killed between creating and unlinking theirs). Those of other pid
+    namespaces stay: whether their processes live cannot be seen from here."""
+    for path in SHM_DIR.glob(f"{PREFIX}.{pid_namespace()}.*.*.*"):
+        try:
+            owner = ProcessName.parse(path.name.removeprefix(f"{PREFIX}.").rpartition(".")[0])
+        except ValueError:
+            continue  # not a name of ours
+        if owner.gone:
+            with contextlib.suppress(OSError):  # another user's: theirs to remove
+                path.unlink()
 
 
 class ShmHeap:
@@ -52,19 +48,21 @@ class ShmHeap:
         self.group, self.size = group, size
         self._maps: list[mmap.mmap] = []
         self._views: list[torch.Tensor] = []
-        remove_stale_segments()
-        path = SHM_DIR / f"{PREFIX}.{os.getpid()}.{process_start(os.getpid())}.{next(_counter)}"
+        path = SHM_DIR / f"{PREFIX}.{own_process()}.{next(_counter)}"
         own_fd = -1
         try:
-            own_fd, failure = self._allocate(path, size)
-            offers = group.gather({"path": str(path), "size": size, "tag": tag, "failure": failure},
-                                  timeout_s=timeout_s, step="symmetric memory: exchange")
+            with group.local_step("symmetric memory: allocate", timeout_s=timeout_s):
+                remove_stale_segments()
+                own_fd = self._create(path)
+                self._reserve(own_fd)
+            offers = group.gather((str(path), size, tag), timeout_s=timeout_s, step="symmetric memory: exchange")
             self._check_offers(offers)
-            failure = self._map_all(offers, own_fd)
-            failures = group.gather(failure, timeout_s=timeout_s, step="symmetric memory: confirm")
-            self._raise_first(failures)
+            with group.local_step("symmetric memory: map", timeout_s=timeout_s):
+                self._map_all([offer[0] for offer in offers], own_fd)
+            group.gather(None, timeout_s=timeout_s, step="symmetric memory: confirm")
         except BaseException:
             self.close()
+            remove_stale_segments()  # that of a rank that died in here
             raise
         finally:
             path.unlink(missing_ok=True)
@@ -72,48 +70,42 @@ class ShmHeap:
                 os.close(own_fd)
 
     @staticmethod
-    def _allocate(path: Path, size: int) -> tuple[int, tuple[str, str, bool] | None]:
-        """(file descriptor, failure). posix_fallocate reserves and zeroes: a full /dev/shm is an error here, not a bus error later."""
-        fd = -1
+    def _create(path: Path) -> int:
         try:
-            fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
-            os.posix_fallocate(fd, 0, size)
+            return os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
         except OSError as error:
-            stat = os.statvfs(SHM_DIR) if SHM_DIR.exists() else None
-            free = f"{stat.f_bavail * stat.f_frsize / 2**20:.0f} MiB free" if stat else "it does not exist"
-            return fd, ("allocate", f"{size / 2**20:.1f} MiB in {SHM_DIR}: {error.strerror} ({free}; lower "
-                                    "max_tokens_per_rank or enlarge it, in a container with --shm-size)", True)
-        return fd, None
+            raise MoETkError(f"{SHM_DIR} cannot be written: {error.strerror}; ranks exchange data through it") from error
 
-    def _check_offers(self, offers: list[dict[str, Any]]) -> None:
-        self._raise_first([offer["failure"] for offer in offers])
-        for rank, offer in enumerate(offers):
-            if (offer["tag"], offer["size"]) != (offers[0]["tag"], offers[0]["size"]):
-                raise MoETkError(f"symmetric memory: rank 0 set up {offers[0]['tag']} with {offers[0]['size']} bytes but rank "
-                                 f"{rank} set up {offer['tag']} with {offer['size']} bytes: all ranks must create the same "
-                                 "layers and calls in the same order")
+    def _reserve(self, fd: int) -> None:
+        """Reserves and zeroes the segment: a full /dev/shm is an error here, not a bus error later."""
+        try:
+            os.posix_fallocate(fd, 0, self.size)
+        except OSError as error:
+            stat = os.statvfs(SHM_DIR)
+            raise CapacityError(f"{self.size / 2**20:.1f} MiB in {SHM_DIR}: {error.strerror} ({stat.f_bavail * stat.f_frsize / 2**20:.0f} "
+                                "MiB free; lower max_tokens_per_rank or enlarge it, in a container with --shm-size)") from error
 
     @staticmethod
-    def _raise_first(failures: list[tuple[str, str, bool] | None]) -> None:
-        for rank, failure in enumerate(failures):
-            if failure is not None:
-                step, text, capacity = failure
-                raise (CapacityError if capacity else MoETkError)(f"symmetric memory: rank {rank} failed in step {step}: {text}")
+    def _check_offers(offers: list[tuple[str, int, str]]) -> None:
+        """The same error on all ranks when they do not set up the same."""
+        for rank, (_, size, tag) in enumerate(offers):
+            if (size, tag) != offers[0][1:]:
+                raise MoETkError(f"symmetric memory: rank 0 set up {offers[0][2]} with {offers[0][1]} bytes but rank {rank} set up "
+                                 f"{tag} with {size} bytes: all ranks must create the same layers and calls in the same order")
 
-    def _map_all(self, offers: list[dict[str, Any]], own_fd: int) -> tuple[str, str, bool] | None:
-        for rank, offer in enumerate(offers):
+    def _map_all(self, paths: list[str], own_fd: int) -> None:
+        for rank, path in enumerate(paths):
             try:
-                fd = own_fd if rank == self.group.rank else os.open(offer["path"], os.O_RDWR)
+                fd = own_fd if rank == self.group.rank else os.open(path, os.O_RDWR)
                 try:
                     segment = mmap.mmap(fd, self.size)
                 finally:
                     if fd != own_fd:
                         os.close(fd)
             except OSError as error:
-                return "map", f"segment of rank {rank} ({offer['path']}): {error.strerror}; ranks must share one /dev/shm", False
+                raise MoETkError(f"segment of rank {rank} ({path}): {error.strerror}; ranks must share one {SHM_DIR}") from error
             self._maps.append(segment)
             self._views.append(torch.frombuffer(segment, dtype=torch.uint8))
-        return None
 
     @property
     def bases(self) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_tk.errors import CapacityError
 from moe_tk.group import RankGroup
 from moe_tk.memory.geometry import Geometry
 from moe_tk.memory.layout import Item, counter_items, end_of, local_items, symmetric_items
@@ -12,18 +13,28 @@ from moe_tk.memory.shm import ShmHeap
 TORCH_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
+def _buffer(size: int, geometry: Geometry) -> torch.Tensor:
+    """`size` bytes on the CPU, whatever default device the caller has set."""
+    try:
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
+    except RuntimeError as error:
+        raise CapacityError(f"{size / 2**20:.1f} MiB of local buffers for max_tokens_per_rank={geometry.max_tokens} cannot be had: "
+                            "lower max_tokens_per_rank or use more segments") from error
+
+
 class Workspace:
     """Memory of one (group, geometry) on this rank. Creating one is a collective; see ShmHeap for what it raises."""
 
     def __init__(self, group: RankGroup, geometry: Geometry, *, generation: int, timeout_s: float) -> None:
         self.group, self.geometry = group, geometry
         self._symmetric = {item.name: item for item in symmetric_items(geometry)}
+        self._counters = {item.name: item for item in counter_items(geometry)}
+        self._local = {item.name: item for item in local_items(geometry)}
+        with group.local_step("workspace: local buffers", timeout_s=timeout_s):
+            self._counter_bytes = _buffer(end_of(tuple(self._counters.values())), geometry).zero_()
+            self._local_bytes = _buffer(end_of(tuple(self._local.values())), geometry)
         size = end_of(tuple(self._symmetric.values()))
         self.heap = ShmHeap(group, size, tag=f"workspace {generation} of {geometry.shared_key()}", timeout_s=timeout_s)
-        self._counters = {item.name: item for item in counter_items(geometry)}
-        self._counter_bytes = torch.zeros(end_of(tuple(self._counters.values())), dtype=torch.uint8)
-        self._local = {item.name: item for item in local_items(geometry)}
-        self._local_bytes = torch.empty(end_of(tuple(self._local.values())), dtype=torch.uint8)
 
     @property
     def allocated_bytes(self) -> int:

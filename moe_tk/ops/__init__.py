@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_tk.errors import ArgumentError
 from moe_tk.group import resolve_group
 from moe_tk.ops import functional
 from moe_tk.ops import registered as _registered  # noqa: F401  registers torch.ops.moe_tk.*
@@ -43,7 +42,7 @@ def ag_gemm(x: Tensor, weight: Tensor, *, group: Any = None, timeout_s: float | 
 def gemm_rs(x: Tensor, weight: Tensor, *, group: Any = None, timeout_s: float | None = None) -> Tensor:
     """reduce_scatter(x @ weight.T): each row goes to its owner as soon as it is computed and is summed there in rank order.
 
-    x [M, K] and weight [N, K]: this rank's part of K (parts may differ in width); M equal on all ranks and a multiple of
+    x [M, K] and weight [N, K]: this rank's part of K (parts may differ in width, from 1); M equal on all ranks and a multiple of
     world, N a multiple of 8. Returns rows rank * M / world ... of the sum, [M / world, N].
     """
     ranks = resolve_group(group)
@@ -68,8 +67,7 @@ def dispatch_gemm(hidden_states: Tensor, topk_ids: Tensor, w13: Tensor, *, num_e
         return torch.ops.moe_tk.dispatch_gemm(hidden_states, topk_ids, topk_weights, w13, num_experts, mode, tokens_per_rank,
                                               activation, swiglu_limit, ranks.name, timeout_s)
     return functional.dispatch_gemm(hidden_states, topk_ids, topk_weights, w13, num_experts=num_experts, mode=mode,
-                                    tokens_per_rank=tokens_per_rank,
-                                    activation=functional.resolve_activation(activation, swiglu_limit), group=ranks,
+                                    tokens_per_rank=tokens_per_rank, activation=activation, swiglu_limit=swiglu_limit, group=ranks,
                                     timeout_s=timeout_s)
 
 
@@ -93,11 +91,9 @@ def mega_moe(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13:
              group: Any = None, timeout_s: float | None = None) -> Tensor:
     """The whole layer in one launch; arguments as in MoELayer, weights of this rank given with each call. Returns [T, H]."""
     ranks = resolve_group(group)
-    if weight_position not in ("before_l2", "combine"):
-        raise ArgumentError(f"weight_position is {weight_position!r}, wanted before_l2 or combine")
     if _compiling():
         return torch.ops.moe_tk.mega_moe(hidden_states, topk_ids, topk_weights, w13, w2, num_experts, mode, activation,
                                          swiglu_limit, weight_position, ranks.name, timeout_s)
     return functional.mega_moe(hidden_states, topk_ids, topk_weights, w13, w2, num_experts=num_experts, mode=mode,
-                               activation=functional.resolve_activation(activation, swiglu_limit),
-                               weights_before_l2=weight_position == "before_l2", group=ranks, timeout_s=timeout_s)
+                               activation=activation, swiglu_limit=swiglu_limit, weight_position=weight_position, group=ranks,
+                               timeout_s=timeout_s)

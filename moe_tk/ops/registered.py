@@ -8,9 +8,8 @@ from torch import Tensor
 from torch.library import EffectType, _register_effectful_op, custom_op
 
 from moe_tk.group import SINGLE, RankGroup, resolve_group
-from moe_tk.layer import find_layer
 from moe_tk.ops import functional
-from moe_tk.runtime.launch import resolve_activation
+from moe_tk.ops.handles import find_layer
 from moe_tk.schedule import local_experts
 
 
@@ -60,7 +59,7 @@ def dispatch_gemm(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor 
                   timeout_s: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """functional.dispatch_gemm"""
     return functional.dispatch_gemm(hidden_states, topk_ids, topk_weights, w13, num_experts=num_experts, mode=mode,
-                                    tokens_per_rank=tokens_per_rank, activation=resolve_activation(activation, swiglu_limit),
+                                    tokens_per_rank=tokens_per_rank, activation=activation, swiglu_limit=swiglu_limit,
                                     group=group_by_name(group), timeout_s=timeout_s)
 
 
@@ -93,8 +92,8 @@ def mega_moe(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13:
              activation: str, swiglu_limit: float | None, weight_position: str, group: str, timeout_s: float | None = None) -> Tensor:
     """functional.mega_moe"""
     return functional.mega_moe(hidden_states, topk_ids, topk_weights, w13, w2, num_experts=num_experts, mode=mode,
-                               activation=resolve_activation(activation, swiglu_limit),
-                               weights_before_l2=weight_position == "before_l2", group=group_by_name(group), timeout_s=timeout_s)
+                               activation=activation, swiglu_limit=swiglu_limit, weight_position=weight_position,
+                               group=group_by_name(group), timeout_s=timeout_s)
 
 
 @mega_moe.register_fake

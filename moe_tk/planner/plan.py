@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moe_tk.config import env
-from moe_tk.errors import ArgumentError, TopologyError
+from moe_tk.errors import ArgumentTypeError, TopologyError
+from moe_tk.sizes import check_count, check_one_of
 
 PATTERNS = ("auto", "mega", "two_kernel", "serial")
 PROTOCOLS = ("auto", "nvlink", "pcie", "staged", "shm")
@@ -42,18 +43,26 @@ class Plan:
         return "\n".join([head, *(f"  - {reason}" for reason in self.reasons)])
 
 
-def _one_of(name: str, value: str, valid: tuple[str, ...]) -> str:
-    if value not in valid:
-        raise ArgumentError(f"{name} is {value!r}, wanted one of {', '.join(valid)}")
-    return value
+def default_segments(max_tokens: int) -> int:
+    """Segments of a layer for up to max_tokens tokens of a rank."""
+    return max(1, min(MAX_SEGMENTS, max_tokens // MIN_SEGMENT_TOKENS))
+
+
+def choose_pattern(pattern: str, reasons: list[str]) -> str:
+    """The pattern of a layer on the CPU back end."""
+    if check_one_of("pattern", pattern, PATTERNS) != "auto":
+        return pattern
+    reasons.append("pattern mega: the CPU back end is there to run the fused path anywhere; the rule that falls back to serial "
+                   "weighs GPU times and is not applied to it")
+    return "mega"
 
 
 def choose_protocol(protocol: str, reasons: list[str]) -> str:
     """The protocol of the CPU back end: shm, unless the caller or MOE_TK_PROTOCOL insists on one that needs GPUs."""
-    _one_of("protocol", protocol, PROTOCOLS)
+    check_one_of("protocol", protocol, PROTOCOLS)
     forced = env("MOE_TK_PROTOCOL")
     if protocol == "auto" and forced:
-        protocol = _one_of("MOE_TK_PROTOCOL", forced, PROTOCOLS)
+        protocol = check_one_of("MOE_TK_PROTOCOL", forced, PROTOCOLS)
         reasons.append(f"protocol {protocol}: set by MOE_TK_PROTOCOL")
     if protocol == "auto":
         reasons.append("protocol shm: the tensors of this layer are on the CPU")
@@ -73,22 +82,20 @@ def make_plan(*, pattern: str, protocol: str, max_tokens: int, cores: int, world
     Raises ArgumentError for names and counts that cannot be, TopologyError for a protocol that needs GPUs.
     """
     reasons: list[str] = []
-    chosen = _one_of("pattern", pattern, PATTERNS)
-    if chosen == "auto":
-        chosen = "mega"
-        reasons.append("pattern mega: the CPU back end is there to run the fused path anywhere; the rule that falls back "
-                       "to serial weighs GPU times and is not applied to it")
+    chosen = choose_pattern(pattern, reasons)
     protocol = choose_protocol(protocol, reasons)
     if segments is None:
-        segments = max(1, min(MAX_SEGMENTS, max_tokens // MIN_SEGMENT_TOKENS))
+        segments = default_segments(max_tokens)
         reasons.append(f"{segments} segment(s): at least {MIN_SEGMENT_TOKENS} tokens of a rank in each, at most {MAX_SEGMENTS}")
-    elif segments < 1:
-        raise ArgumentError(f"segments is {segments}, wanted an integer >= 1")
+    else:
+        check_count("segments", segments)
     if compute_blocks is None:
         compute_blocks = max(1, cores // max(world, 1))
         reasons.append(f"{compute_blocks} compute block(s): {cores} core(s) shared by {world} rank(s)")
-    elif compute_blocks < 1:
-        raise ArgumentError(f"compute_blocks is {compute_blocks}, wanted an integer >= 1")
+    else:
+        check_count("compute_blocks", compute_blocks)
+    if not isinstance(pull, bool):
+        raise ArgumentTypeError(f"pull is {pull!r}, wanted True (receivers read rows) or False (owners write them)")
     return Plan(pattern=chosen, protocol=protocol, segments=segments, row_block=ROW_BLOCK, column_block=COLUMN_BLOCK,
                 job_chunk=JOB_CHUNK, warmup=2 * compute_blocks, send_blocks=1, place_blocks=1, compute_blocks=compute_blocks,
                 combine_blocks=1, pull=pull, reasons=tuple(reasons))

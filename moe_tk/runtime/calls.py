@@ -93,7 +93,7 @@ def open_routed_call(session: Session, options: CallOptions, *, topk_ids: Tensor
     """
     geometry = session.geometry
     ids = topk_ids.to(torch.int32).contiguous()
-    weights = torch.ones(ids.shape, dtype=torch.float32) if topk_weights is None else topk_weights.float().contiguous()
+    weights = torch.ones_like(ids, dtype=torch.float32) if topk_weights is None else topk_weights.float().contiguous()
     header = CallHeader(options.op, options.layer, signature, ids.shape[0])
     counts = session.open_call(header, timeout_s=options.timeout_s, topk_ids=ids, topk_weights=weights)
     stride = max(1, *counts) if tokens_per_rank is None else tokens_per_rank

@@ -40,12 +40,29 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
 
 
+def died(records: list[dict], dead: set[int]) -> set[int]:
+    """The ranks whose death is the cause: those of `dead`, and those that another rank saw die. Not one that filed a record:
+    it had given up and told the others before it ended."""
+    seen = {record["producer"] for record in records if record["kind"] == "peer_lost"}
+    return (dead | seen) - {record["rank"] for record in records}
+
+
 def roots(records: list[dict], dead: set[int]) -> list[int]:
-    """The ranks at the bottom of the chains: waited for, but themselves waiting for no other rank."""
+    """The ranks at the bottom of the chains: waited for, but neither waiting for another rank nor at work."""
     waiting = {record["rank"] for record in records if record["missing"]}
+    at_work = {record["rank"] for record in records if record["kind"] == "told_by_peer" and not record["missing"]}
     wanted = {rank for record in records for rank in record["missing"]}
     raised = {record["rank"] for record in records if record["kind"] == "host"}
-    return sorted(dead & wanted | raised or wanted - waiting or wanted)
+    found = died(records, dead) & wanted | raised or wanted - waiting - at_work or wanted - waiting
+    return sorted(found or _last_to_come(records, wanted))
+
+
+def _last_to_come(records: list[dict], wanted: set[int]) -> set[int]:
+    """Of ranks that wait for each other: those that were told soon after they began to wait. A rank that was stopped and goes on
+    finds the others gone, and is the one they had waited for."""
+    told = {record["rank"]: record["seconds"] for record in records
+            if record["kind"] == "told_by_peer" and record["rank"] in wanted}
+    return {rank for rank, seconds in told.items() if seconds <= min(told.values()) + 0.1} or wanted
 
 
 def error_from(records: list[dict], *, op: str, rank: int, dead: set[int], timeout_s: float) -> ProtocolTimeout:
@@ -54,14 +71,14 @@ def error_from(records: list[dict], *, op: str, rank: int, dead: set[int], timeo
     ordered = sorted(records, key=lambda record: (record["rank"] != rank, record["kind"] != "timeout", record["rank"]))
     waits = [_sentence(record) for record in ordered if record["missing"] or record["kind"] == "timeout"]
     chain = "; ".join(waits) or f"rank {rank} was told to stop"
-    lost = sorted(dead & set(culprits))
+    lost = sorted(died(records, dead) & set(culprits))
     if lost:
-        return PeerLost(f"{op}: {_ranks(lost)} died. {chain}. No result was returned; this layer is unusable: rebuild the "
-                        "process group and the layer.", records)
+        return PeerLost(f"{op}: {_ranks(lost)} died (the process has ended). {chain}. No result was returned; this layer is "
+                        "unusable: rebuild the process group and the layer.", records)
     raised = [record["rank"] for record in records if record["kind"] == "host"]
     if raised:
-        return ProtocolTimeout(f"{op}: {_ranks(raised)} raised an exception in the middle of the call and cannot go on. {chain}. "
-                               f"Read the traceback of {_ranks(raised)}; this layer is unusable.", records)
+        return ProtocolTimeout(f"{op}: {_ranks(raised)} raised an exception in the middle of the call, or its program ended "
+                               f"there. {chain}. Read the traceback of {_ranks(raised)}; this layer is unusable.", records)
     missing = _ranks(culprits) if culprits else "nobody"
     return ProtocolTimeout(f"{op}: missing {missing}. {chain}. Did {missing} make the same call, and is it alive? If it is only "
                            f"slow, raise timeout_s (now {timeout_s:g}) or MOE_TK_TIMEOUT_S; this layer is unusable now.", records)

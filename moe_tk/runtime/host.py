@@ -6,20 +6,24 @@ from types import ModuleType
 
 import torch
 
+from moe_tk.config import env
 from moe_tk.errors import BuildError
 from moe_tk.memory.layout import CONTROL_BYTES, HEADER_BYTES
 from moe_tk.runtime.build import build_host_module, load_module
 
 NAME = "moe_tk_host"
 SOURCES = ("tk_kernels/bindings/host_module.cpp",)
+FAULT_POINT_FLAGS = ("-DMOE_TK_FAULT_POINTS",)
 _module: ModuleType | None = None
 
 
 def host_module() -> ModuleType:
-    """The module; raises BuildError when it can be neither found in the cache nor built."""
+    """The module; raises BuildError when it can be neither found in the cache nor built. With MOE_TK_FAULT_POINTS it is the
+    variant of the tests, which has arm_fault(); the choice is made once per process."""
     global _module
     if _module is None:
-        module = load_module(build_host_module(NAME, SOURCES), NAME)
+        flags = FAULT_POINT_FLAGS if env("MOE_TK_FAULT_POINTS") else ()
+        module = load_module(build_host_module(NAME, SOURCES, extra_flags=flags), NAME)
         if (module.CONTROL_BYTES, module.HEADER_BYTES) != (CONTROL_BYTES, HEADER_BYTES):
             raise BuildError(f"{module.__file__} has control blocks of {module.CONTROL_BYTES} and headers of {module.HEADER_BYTES} "
                              f"bytes, this package expects {CONTROL_BYTES} and {HEADER_BYTES}: clear the module cache")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -11,6 +12,7 @@ from moe_tk.errors import ArgumentError
 from moe_tk.memory.geometry import Geometry
 from moe_tk.planner.plan import Plan
 from moe_tk.schedule import Tables
+from moe_tk.sizes import check_positive
 
 
 @dataclass(frozen=True)
@@ -22,6 +24,16 @@ class Activation:
     gate_limit: float | None = None
     up_limit: float | None = None
 
+    def __post_init__(self) -> None:
+        """Raises ArgumentError for what the kernels would not compute: limits <= 0, coefficients that are no numbers."""
+        for name in ("gate_limit", "up_limit"):
+            if getattr(self, name) is not None:
+                check_positive(f"Activation.{name}", getattr(self, name))
+        for name in ("alpha", "beta"):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+                raise ArgumentError(f"Activation.{name} is {value!r}, wanted a finite number")
+
 
 SWIGLU = Activation()
 ACTIVATIONS = {"swiglu": SWIGLU, "gpt_oss": Activation(alpha=1.702, beta=1.0, gate_limit=7.0, up_limit=7.0)}
@@ -29,15 +41,14 @@ ACTIVATIONS = {"swiglu": SWIGLU, "gpt_oss": Activation(alpha=1.702, beta=1.0, ga
 
 def resolve_activation(activation: str | Activation, swiglu_limit: float | None) -> Activation:
     """Activation of a name, with `swiglu_limit` (> 0) as limit of both halves where given. Raises ArgumentError."""
-    if isinstance(activation, str):
-        if activation not in ACTIVATIONS:
-            raise ArgumentError(f"activation is {activation!r}, wanted one of {', '.join(ACTIVATIONS)} or an Activation")
+    if isinstance(activation, str) and activation in ACTIVATIONS:
         activation = ACTIVATIONS[activation]
+    if not isinstance(activation, Activation):
+        raise ArgumentError(f"activation is {activation!r}, wanted one of {', '.join(ACTIVATIONS)} or an Activation")
     if swiglu_limit is None:
         return activation
-    if not swiglu_limit > 0:
-        raise ArgumentError(f"swiglu_limit is {swiglu_limit}, wanted a number > 0 or None")
-    return replace(activation, gate_limit=float(swiglu_limit), up_limit=float(swiglu_limit))
+    limit = check_positive("swiglu_limit", swiglu_limit)
+    return replace(activation, gate_limit=limit, up_limit=limit)
 
 
 @dataclass
@@ -82,8 +93,8 @@ def delivery_positions(tables: Tables) -> Tensor:
     """[n_pull] int32: position of each delivered row among the rows of the same source."""
     source = (tables.delivery_order.long() // max(tables.tokens_per_rank, 1)).clamp(min=0)
     order = torch.argsort(source, stable=True)
-    count = torch.zeros(tables.world + 1, dtype=torch.long).scatter_add(0, source + 1, torch.ones_like(source))
-    position = torch.arange(source.numel()) - count.cumsum(0)[source[order]]
+    count = source.new_zeros(tables.world + 1).scatter_add(0, source + 1, torch.ones_like(source))
+    position = torch.arange(source.numel(), device=source.device) - count.cumsum(0)[source[order]]
     return torch.empty_like(position).scatter(0, order, position).int()
 
 

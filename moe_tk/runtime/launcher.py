@@ -32,7 +32,10 @@ class Outcome:
     exit_code: int | None = None
 
 
-def _rank_main(connection: Any, target: Callable, rank: int, world: int, store: str, timeout_s: float, args: tuple) -> None:
+def _rank_main(connection: Any, target: Callable, rank: int, world: int, store: str, timeout_s: float, environment: dict[str, str],
+               args: tuple) -> None:
+    os.environ.clear()  # the fork server's is the one of its start
+    os.environ.update(environment)
     import torch
     import torch.distributed as dist
 
@@ -63,7 +66,7 @@ class RankProcesses:
         for rank in range(world):
             receive, send = context.Pipe(duplex=False)
             process = context.Process(target=_rank_main, name=f"rank {rank}", daemon=True,
-                                      args=(send, target, rank, world, f"{self._folder.name}/store", timeout_s, args))
+                                      args=(send, target, rank, world, f"{self._folder.name}/store", timeout_s, dict(os.environ), args))
             process.start()
             send.close()
             self._pipes.append(receive)
@@ -99,10 +102,11 @@ class RankProcesses:
                 process.kill()
                 process.join(5)
             kind, payload = self._messages[rank]
+            code = process.exitcode
             if kind == "value":
-                results.append(Outcome(value=payload, exit_code=process.exitcode))
+                results.append(Outcome(value=payload, exit_code=code))
             else:
-                results.append(Outcome(error=payload or f"process ended with exit code {process.exitcode}", exit_code=process.exitcode))
+                results.append(Outcome(error=payload or f"process ended with exit code {code}", exit_code=code))
         return results
 
 

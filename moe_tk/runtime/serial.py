@@ -13,7 +13,7 @@ from moe_tk.runtime.host import dtype_code, host_module
 
 def grouped_gemm(rows: Tensor, weights: Tensor, offsets: list[int], row_block: int) -> Tensor:
     """out[s] = rows[s] @ weights[group of s].T by the host engine. rows [S, K], weights [G, N, K], offsets G + 1; out [S, N]."""
-    out = torch.empty(rows.shape[0], weights.shape[1], dtype=rows.dtype)
+    out = rows.new_empty(rows.shape[0], weights.shape[1])
     host_module().grouped_gemm(dtype=dtype_code(rows.dtype), a=rows.data_ptr(), weights=weights.data_ptr(), out=out.data_ptr(),
                                offsets=offsets, depth=rows.shape[1], columns=weights.shape[1], row_block=row_block)
     return out
@@ -22,7 +22,7 @@ def grouped_gemm(rows: Tensor, weights: Tensor, offsets: list[int], row_block: i
 def _all_gather_rows(call: OpenCall, tokens: Tensor) -> Tensor:
     """[R * T, H] rows of all ranks at the row stride of the tables; rows past a rank's count are zero."""
     group, tables = call.session.group, call.tables
-    padded = torch.zeros(tables.tokens_per_rank, tokens.shape[1], dtype=tokens.dtype)
+    padded = tokens.new_zeros(tables.tokens_per_rank, tokens.shape[1])
     padded[:tokens.shape[0]] = tokens
     if group.world == 1:
         return padded
@@ -53,8 +53,8 @@ def run_serial(call: OpenCall, tokens: Tensor, w13: Tensor, w2: Tensor, out: Ten
     # Groups of a slot range are (segment, expert); the weights of an expert serve all segments.
     offsets = tables.expert_offsets.tolist()
     inter = w2.shape[2]
-    activated = torch.empty(tables.num_slots, inter, dtype=tokens.dtype)
-    expert_out = torch.empty(tables.num_slots, w2.shape[1], dtype=tokens.dtype)
+    activated = tokens.new_empty(tables.num_slots, inter)
+    expert_out = tokens.new_empty(tables.num_slots, w2.shape[1])
     weight = None if call.pair_weights is None else call.pair_weights.view(-1)[pair.clamp(min=0)][:, None]
     form = options.activation
     experts = max(tables.num_local_experts, 1)
@@ -69,7 +69,7 @@ def run_serial(call: OpenCall, tokens: Tensor, w13: Tensor, w2: Tensor, out: Ten
             act = act * weight[first:last]
         activated[first:last] = act.to(tokens.dtype)
         expert_out[first:last] = grouped_gemm(activated[first:last], w2, local, tables.row_block)
-    partial = torch.zeros(tables.world * tables.tokens_per_rank, w2.shape[1], dtype=torch.float32)
+    partial = tokens.new_zeros(tables.world * tables.tokens_per_rank, w2.shape[1], dtype=torch.float32)
     for choice in range(tables.top_k):
         slot = tables.slots[:, choice].long()
         value = expert_out[slot.clamp(min=0)].float() if tables.num_slots else torch.zeros_like(partial)
@@ -77,7 +77,7 @@ def run_serial(call: OpenCall, tokens: Tensor, w13: Tensor, w2: Tensor, out: Ten
             value = value * call.pair_weights[:, choice, None]
         partial += torch.where(slot[:, None] >= 0, value, 0)
     planes = _return_partials(call, partial.to(tokens.dtype))
-    total = torch.zeros(call.num_tokens, w2.shape[1], dtype=torch.float32)
+    total = tokens.new_zeros(call.num_tokens, w2.shape[1], dtype=torch.float32)
     for source in range(tables.world):
         owes = (tables.contributors[:call.num_tokens] >> source & 1).bool()
         total += torch.where(owes[:, None], planes[source, :call.num_tokens].float(), 0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -22,6 +23,7 @@ from moe_tk.runtime.host import host_module
 from moe_tk.runtime.records import write_records
 from moe_tk.runtime.watch import LivenessWatch
 
+EXIT_GRACE_S = 1.0    # how long the end of the program waits for a call in another thread
 RECORD_GRACE_S = 0.3  # how long to wait for the other ranks' records before the error is written
 _live: weakref.WeakSet[Session] = weakref.WeakSet()
 
@@ -45,10 +47,13 @@ class Session:
         self.poisoned: str | None = None
         self.num_layers = 0
         self._lock = threading.Lock()
-        self._open = False  # between open_call and the end of the last launch
+        self._open = False  # from the exchange of a call to the end of its last launch
+        self._closed = False
+        self._process = os.getpid()
         self.workspace = Workspace(group, geometry, generation=generation, timeout_s=timeout_s)
-        self.native = host_module().Rank(self.workspace.heap_fields(), self.workspace.counter_fields(),
-                                         self.workspace.epoch_address)
+        with group.local_step("workspace: native part", timeout_s=timeout_s):
+            self.native = host_module().Rank(self.workspace.heap_fields(), self.workspace.counter_fields(),
+                                             self.workspace.epoch_address)
         self.watch = LivenessWatch(group, self.native.note_lost, timeout_s=timeout_s)
         _live.add(self)
 
@@ -59,11 +64,15 @@ class Session:
 
     @contextmanager
     def one_call(self, op: str) -> Iterator[None]:
-        """Holds the session for one call. Raises MoETkError when it is poisoned or has a call in flight.
+        """Holds the session for one call. Raises MoETkError when it is poisoned, has a call in flight, or was made by a process
+        that this one was forked from.
 
-        An exception that leaves the block while a call is open (between open_call and its last launch) ends the call
-        on all ranks: the session is poisoned and the others are told.
+        An exception that leaves the block while a call is open (from its exchange to its last launch) ends the call on all
+        ranks: the session is poisoned and the others are told.
         """
+        if self._process != os.getpid():
+            raise MoETkError(f"{op}: this layer belongs to process {self._process}, from which this one ({os.getpid()}) was "
+                             "forked: only that one can call it")
         if self.poisoned:
             raise MoETkError(f"{op}: this layer's workspace is unusable since an earlier call failed: {self.poisoned}")
         if not self._lock.acquire(blocking=False):
@@ -90,6 +99,8 @@ class Session:
         Raises ProtocolTimeout or PeerLost when a rank does not come.
         """
         no_routing = refused or topk_ids is None
+        refused = refused.encode("ascii", "replace").decode()  # the header's text has a byte limit: no character may be cut
+        self._open = True
         headers = self.native.exchange(
             op=op_code(header.op), layer=header.layer, signature=header.signature & (2**64 - 1), num_tokens=header.num_tokens,
             refused=refused, topk_ids=0 if no_routing else topk_ids.data_ptr(),
@@ -98,10 +109,9 @@ class Session:
             self.fail(header.op, timeout_s)
         error = None if refused else self._disagreement(header, headers, any_size)
         if refused or error:
-            self.native.finish()
+            self.close_void()
         if error:
             raise error
-        self._open = not refused
         return [h[0] for h in headers]
 
     def _disagreement(self, header: CallHeader, headers: list[tuple], any_size: bool) -> MoETkError | None:
@@ -137,7 +147,7 @@ class Session:
         deadline = time.monotonic() + RECORD_GRACE_S
         while time.monotonic() < deadline:
             records = [readable(r) for r in self.native.records()]
-            if len(records) + len(self.watch.dead) >= self.group.world:
+            if len(self.watch.dead | {record["rank"] for record in records}) >= self.group.world:
                 break
             time.sleep(0.01)
         dead = set(self.watch.dead)
@@ -155,10 +165,25 @@ class Session:
             self.poisoned = f"{op}: {type(error).__name__}: {error}"
             self.native.abort()
 
+    def leave_call(self, reason: str) -> None:
+        """Ends a call that is in flight in another thread, here and on the other ranks. A thread must not be inside the native
+        module when the interpreter ends: what it would do on its way out ends the process with an abort."""
+        if self._closed or self._process != os.getpid():
+            return
+        if not self._lock.acquire(blocking=False):
+            self.poisoned = self.poisoned or reason
+            self.native.abort()
+            if not self._lock.acquire(timeout=EXIT_GRACE_S):
+                return
+        self._lock.release()
+
     def close(self) -> None:
-        """Ends the watch and gives the memory up. Not a collective; the session is unusable afterwards."""
+        """Ends the watch and gives the memory up, unless a call is in flight. Not a collective; the session is unusable afterwards."""
         self.poisoned = self.poisoned or "it was closed"
         self.watch.close()
+        self._closed = True
+        if self._lock.acquire(blocking=False):  # for good: nothing may touch the memory any more
+            self.workspace.close()
 
 
 class SessionCache:
@@ -178,7 +203,8 @@ class SessionCache:
         key = (*identity, geometry)
         session = self._sessions.get(key)
         usable = session is not None and session.poisoned is None
-        host_module()  # built before ranks wait for each other, so that nobody times out on a compiler
+        with group.local_step("workspace: native module", timeout_s=timeout_s):
+            host_module()  # built before ranks wait for each other, so that nobody times out on a compiler
         offer = {"have": session.generation if usable else 0, "last": self._generation.get(identity, 0),
                  "key": geometry.shared_key(), "geometry": str(geometry)}
         offers = group.gather(offer, timeout_s=timeout_s, step="workspace: agree on one")
@@ -201,5 +227,7 @@ SESSIONS = SessionCache()
 
 @atexit.register
 def _close_all() -> None:
+    for session in list(_live):
+        session.leave_call("the program ended")
     for session in list(_live):
         session.close()

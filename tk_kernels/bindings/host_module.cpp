@@ -3,12 +3,14 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <set>
 
 #include "../patterns/gather_gemm.hpp"
 #include "../patterns/gemm_scatter.hpp"
 #include "../patterns/mega.hpp"
+#include "../platform/fault_points.hpp"
 #include "../protocol/exchange.hpp"
 #include "../protocol/wire.hpp"
 #include "fields.hpp"
@@ -17,11 +19,12 @@ namespace py = pybind11;
 using namespace moe_tk;
 using bindings::fields;
 using patterns::launch_globals;
-using protocol::direct_wire;
+using protocol::shm_wire;
 
 namespace {
 
 constexpr int DTYPE_FLOAT32 = 0, DTYPE_BFLOAT16 = 1;
+constexpr double LONGEST_TIMEOUT_S = 1e9;  // a longer one would not fit into nanoseconds
 
 protocol::symmetric_heap read_heap(const py::dict &values) {
     fields f(values, "heap");
@@ -145,12 +148,12 @@ template <class T>
 patterns::launch_result run_pattern(const std::string &pattern, const launch_globals &g) {
     const auto pick = [&](auto dispatch) -> patterns::launch_result {
         using Dispatch = decltype(dispatch);
-        if (pattern == "gather_gemm") return patterns::gather_gemm<T, direct_wire, Dispatch>(g, true);
-        if (pattern == "gather_gemm_plain") return patterns::gather_gemm<T, direct_wire, Dispatch>(g, false);
-        return patterns::mega<T, direct_wire, Dispatch>(g);
+        if (pattern == "gather_gemm") return patterns::gather_gemm<T, shm_wire, Dispatch>(g, true);
+        if (pattern == "gather_gemm_plain") return patterns::gather_gemm<T, shm_wire, Dispatch>(g, false);
+        return patterns::mega<T, shm_wire, Dispatch>(g);
     };
-    if (pattern == "gemm_scatter") return patterns::gemm_scatter<T, direct_wire>(g, false);
-    if (pattern == "gemm_scatter_gated") return patterns::gemm_scatter<T, direct_wire>(g, true);
+    if (pattern == "gemm_scatter") return patterns::gemm_scatter<T, shm_wire>(g, false);
+    if (pattern == "gemm_scatter_gated") return patterns::gemm_scatter<T, shm_wire>(g, true);
     return g.pull ? pick(hooks::pull_rows{}) : pick(hooks::push_rows{});
 }
 
@@ -165,7 +168,6 @@ class rank_state {
     // Opens the next call. Returns the headers of all ranks, or None if a wait ran out or somebody aborted.
     py::object exchange(uint32_t op, uint32_t layer, uint64_t signature, int64_t num_tokens, const std::string &refused,
                         uintptr_t ids, uintptr_t weights, int64_t top_k, double timeout_s) {
-        ++*epoch_;
         const auto context = wait_context(timeout_s);
         protocol::call_header header{.num_tokens = num_tokens, .signature = signature, .op = op, .layer = layer,
                                      .refused = refused.empty() ? 0u : 1u, .padding = 0, .text = {}};
@@ -176,7 +178,7 @@ class rank_state {
         bool ok;
         {
             py::gil_scoped_release release;
-            ok = protocol::exchange_headers<direct_wire>(heap_, header, routing, context, site);
+            ok = protocol::exchange_headers<shm_wire>(heap_, header, routing, context, site);
         }
         if (!ok) return py::none();
         py::list headers;
@@ -188,7 +190,7 @@ class rank_state {
     }
 
     // Closes a call in which nothing was launched (refused or void): the peers may go on.
-    void finish() { protocol::arrive<direct_wire>(heap_, *epoch_); }
+    void finish() { protocol::arrive<shm_wire>(heap_, *epoch_); }
 
     py::dict launch(const std::string &pattern, int dtype, const py::dict &values, const py::dict &schedule, double timeout_s) {
         static const std::set<std::string> known{"gather_gemm", "gather_gemm_plain", "gemm_scatter", "gemm_scatter_gated", "mega"};
@@ -207,14 +209,17 @@ class rank_state {
         return to_python(result);
     }
 
-    // Ends all waits of all ranks: this process cannot go on (an exception between the steps of a call).
+    // Ends all waits of all ranks: this process cannot go on (an exception between the steps of a call, a block that threw).
+    // The record replaces what blocks of this rank filed when they were told.
     void abort() {
         const auto context = wait_context(1.0);
         protocol::wait_record record;
         record.site.rank = heap_.rank;
         record.kind = uint32_t(protocol::abort_kind::host);
         record.epoch = *epoch_;
-        if (protocol::file_record(context, record)) protocol::raise_abort(context, protocol::abort_kind::host);
+        record_claim_ = 1;
+        protocol::write_record(context, record);
+        protocol::raise_abort(context, protocol::abort_kind::host);
     }
 
     // The liveness watch found the process of `lost` gone.
@@ -231,10 +236,10 @@ class rank_state {
     // The wait records that have been filed, one per rank at most.
     py::list records() const {
         py::list out;
-        const auto *own = heap_.control(heap_.rank);
+        auto *own = heap_.control(heap_.rank);
+        protocol::wait_record r;
         for (int from = 0; from < heap_.world; ++from) {
-            const auto r = own->records[from];
-            if (r.kind == 0) continue;
+            if (!protocol::read_record(own, from, r)) continue;
             py::dict d;
             d["rank"] = r.site.rank;
             d["op"] = uint32_t(r.site.op);
@@ -261,8 +266,8 @@ class rank_state {
         for (int r = 0; r < heap_.world; ++r) context.peers[r] = heap_.control(r);
         context.world = heap_.world;
         context.rank = heap_.rank;
-        context.epoch = *epoch_;
-        context.timeout_ns = uint64_t(timeout_s * 1e9);
+        context.epoch_word = epoch_;
+        context.timeout_ns = uint64_t(std::min(timeout_s, LONGEST_TIMEOUT_S) * 1e9);
         context.record_claim = &record_claim_;
         context.progress = counters_.progress;
         context.last_forward_ns = counters_.last_forward_ns;
@@ -317,6 +322,11 @@ PYBIND11_MODULE(moe_tk_host, m) {
         .def("note_lost", &rank_state::note_lost, py::arg("lost"))
         .def_property_readonly("abort_flag", &rank_state::abort_flag)
         .def("records", &rank_state::records);
+#ifdef MOE_TK_FAULT_POINTS
+    m.def("arm_fault", [](uint32_t action, uint32_t phase, int64_t point, double delay_s, uintptr_t stamp) {
+        platform::fault_points::arm(action, phase, point, uint64_t(delay_s * 1e9), reinterpret_cast<uint64_t *>(stamp));
+    }, py::kw_only(), py::arg("action"), py::arg("phase"), py::arg("point"), py::arg("delay_s"), py::arg("stamp"));
+#endif
     m.def("grouped_gemm", [](int dtype, uintptr_t a, uintptr_t weights, uintptr_t out, const std::vector<int64_t> &offsets,
                              int64_t depth, int64_t columns, int64_t row_block) {
         py::gil_scoped_release release;

@@ -8,6 +8,7 @@
 
 namespace moe_tk::hooks {
 
+using protocol::call_epoch;
 using roles::block_state;
 
 // The owner writes each wanted row once into the receiver's arrival area, in the receiver's delivery order.
@@ -36,7 +37,7 @@ struct push_rows {
             Wire::put(g.heap.arrivals<T>(to, g.heap.rank, pos, g.hidden), tokens + token * g.hidden, g.hidden * int64_t(sizeof(T)));
         }
         state.bytes_dispatched[size_t(to)] += (last - first) * g.hidden * int64_t(sizeof(T));
-        Wire::signal(g.heap.sent(to, g.heap.rank, chunk), g.wait.epoch);  // ORDER row_sent: to locate() at the receiver
+        Wire::signal(g.heap.sent(to, g.heap.rank, chunk), call_epoch(g.wait));  // ORDER row_sent: to locate() at the receiver
     }
 
     // ORDER row_sent: acquires the watermark of the chunk; null on abort.
@@ -45,24 +46,25 @@ struct push_rows {
         const auto &g = state.globals;
         const int64_t chunk = pos / g.send_chunk;
         const auto site = state.site(protocol::phase_id::dispatch, protocol::role_id::place, chunk, source);
-        if (!protocol::spin_until(g.heap.sent(g.heap.rank, source, chunk), g.wait.epoch, g.wait, site)) return nullptr;
+        if (!protocol::spin_until(g.heap.sent(g.heap.rank, source, chunk), call_epoch(g.wait), g.wait, site)) return nullptr;
         return g.heap.arrivals<T>(g.heap.rank, source, pos, g.hidden);
     }
 };
 
-// The owner exports its rows once in its own heap; each receiver reads what it wants. Needs a wire whose remote loads are coherent.
+// The owner exports its rows once in its own heap; each receiver reads what it wants. Needs a wire that allows remote loads.
 struct pull_rows {
     static int64_t num_items(const roles::launch_globals &g) { return (g.num_tokens + g.send_chunk - 1) / g.send_chunk; }
 
     template <class T, class Wire>
     static void send(block_state &state, int64_t chunk) {
+        static_assert(Wire::REMOTE_LOADS, "this wire must not read remote memory: use push_rows");
         const auto &g = state.globals;
         const int64_t first = chunk * g.send_chunk, last = std::min<int64_t>(first + g.send_chunk, g.num_tokens);
         Wire::put(g.heap.arrivals<T>(g.heap.rank, g.heap.rank, first, g.hidden), static_cast<const T *>(g.tokens) + first * g.hidden,
                   (last - first) * g.hidden * int64_t(sizeof(T)));
         for (int distance = 1; distance < g.heap.world; ++distance) {
             const int to = (g.heap.rank + distance) % g.heap.world;
-            Wire::signal(g.heap.sent(to, g.heap.rank, chunk), g.wait.epoch);  // ORDER row_sent: to locate() at the receiver
+            Wire::signal(g.heap.sent(to, g.heap.rank, chunk), call_epoch(g.wait));  // ORDER row_sent: to locate() at the receiver
         }
     }
 
@@ -71,7 +73,7 @@ struct pull_rows {
         const auto &g = state.globals;
         const int64_t chunk = token / g.send_chunk;
         const auto site = state.site(protocol::phase_id::dispatch, protocol::role_id::place, chunk, source);
-        if (!protocol::spin_until(g.heap.sent(g.heap.rank, source, chunk), g.wait.epoch, g.wait, site)) return nullptr;
+        if (!protocol::spin_until(g.heap.sent(g.heap.rank, source, chunk), call_epoch(g.wait), g.wait, site)) return nullptr;
         state.bytes_dispatched[size_t(source)] += g.hidden * int64_t(sizeof(T));
         return g.heap.arrivals<T>(source, source, token, g.hidden);
     }

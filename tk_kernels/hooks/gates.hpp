@@ -1,6 +1,7 @@
 // Gates: what a block calls before it reads a row block. Each waits in local memory, bounded, and returns false on abort.
 #pragma once
 
+#include "../protocol/ready.hpp"
 #include "../roles/block.hpp"
 
 namespace moe_tk::hooks {
@@ -17,12 +18,12 @@ struct no_gate {
 };
 
 // Waits until a counter of the row block has come to this call's value.
-// ORDER rows_ready: acquires what place_rows releases (arrival) or what count_push releases (GEMM 1 to GEMM 2).
+// ORDER rows_ready: acquires what place_rows counts (arrival) or what count_push counts (GEMM 1 to GEMM 2).
 struct counter_gate {
     struct params { const uint32_t *counter, *want; };  // [blocks]
     static bool wait(const params &p, const tile_task &task, const protocol::wait_context &context,
                      const protocol::wait_site &site) {
-        return protocol::spin_until(p.counter + task.row_block, p.want[task.row_block], context, site);
+        return protocol::wait_ready(p.counter + task.row_block, p.want[task.row_block], context, site);
     }
 };
 

@@ -11,11 +11,11 @@ struct no_push {
 };
 
 // Counts finished column blocks of a row block.
-// ORDER rows_ready: the acq_rel addition releases the tile to counter_gate::wait and to combine_jobs.
+// ORDER rows_ready: releases the tile to counter_gate::wait and to combine_jobs.
 struct count_push {
     struct params { uint32_t *done; };  // [blocks]
     static void publish(const params &p, const tile_task &task) {
-        platform::fetch_add_acq_rel<platform::scope::device>(p.done + task.row_block, 1u);
+        protocol::count_ready(p.done + task.row_block, 1);
     }
 };
 

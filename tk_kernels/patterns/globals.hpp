@@ -40,6 +40,7 @@ struct local_counters {
     uint32_t *l2_done = nullptr, *l2_want = nullptr;         // [max_blocks] column blocks of GEMM 2
     uint32_t *freed = nullptr, *freed_want = nullptr;        // [max_blocks] rows whose job is combined
     uint32_t *job_done = nullptr, *job_want = nullptr;       // [R, job_chunks of the heap] jobs pushed
+    uint32_t *received_want = nullptr;                       // [R, job_chunks] rows delivered here, for wires that count; else null
     uint32_t *progress = nullptr;                            // [1]
     uint64_t *last_forward_ns = nullptr;                     // [1]
 };

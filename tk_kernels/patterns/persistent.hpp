@@ -8,6 +8,7 @@
 
 #include <stdexcept>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <vector>
 
@@ -68,7 +69,7 @@ bool walk_roles(roles::block_state &state, role_lists &lists, protocol::role_id 
     if (first <= role_id::compute && !roles::compute_tiles<GATHER && SCATTER>(state, lists.compute, stage1, stage2)) return false;
     if constexpr (SCATTER) {
         if (!roles::combine_jobs<T, Wire>(state, lists.combine)) return false;
-        if (!roles::reduce_rows<T>(state, lists.reduce)) return false;
+        if (!roles::reduce_rows<T, Wire>(state, lists.reduce)) return false;
     }
     return true;
 }
@@ -100,10 +101,13 @@ inline void collect(launch_result &result, const roles::block_state &state) {
 }
 
 template <class T, class Wire, class Dispatch, bool GATHER, bool SCATTER, class Stage1, class Stage2>
-launch_result launch(const launch_globals &g, const Stage1 &stage1, const Stage2 &stage2) {
+launch_result launch(launch_globals g, const Stage1 &stage1, const Stage2 &stage2) {
     advance_wants<GATHER, SCATTER>(g);
     role_lists lists;
     const auto first = starting_roles<GATHER, SCATTER>(g);
+    std::vector<protocol::wait_record> block_records(first.size());
+    g.wait.block_records = block_records.data();
+    g.wait.num_blocks = int(first.size());
     std::vector<roles::block_state> states;
     states.reserve(first.size());
     for (size_t block = 0; block < first.size(); ++block) states.emplace_back(g, int(block));
@@ -118,7 +122,13 @@ launch_result launch(const launch_globals &g, const Stage1 &stage1, const Stage2
         }
     };
     std::vector<std::thread> threads;
-    for (size_t block = 1; block < first.size(); ++block) threads.emplace_back(run_block, block);
+    threads.reserve(first.size());
+    try {
+        for (size_t block = 1; block < first.size(); ++block) threads.emplace_back(run_block, block);
+    } catch (const std::system_error &error) {  // no more threads: the blocks that did start must not wait for the others
+        faults[threads.size() + 1] = std::string("cannot start a block: ") + error.what();
+        protocol::raise_abort(g.wait, protocol::abort_kind::host);
+    }
     run_block(0);
     for (auto &thread : threads) thread.join();
 
@@ -130,7 +140,10 @@ launch_result launch(const launch_globals &g, const Stage1 &stage1, const Stage2
         if (result.fault.empty()) result.fault = faults[block];
         collect(result, states[block]);
     }
-    if (result.ok && g.closes_call) protocol::arrive<Wire>(g.heap, g.wait.epoch);
+    // Once anybody has given up nobody hands out a result: also not a rank that was frozen and found all it needed afterwards.
+    if (protocol::aborted(g.wait)) result.ok = false;
+    if (!result.ok && result.fault.empty()) protocol::close_record(g.wait, g.op);
+    if (result.ok && g.closes_call) protocol::arrive<Wire>(g.heap, protocol::call_epoch(g.wait));
     return result;
 }
 

@@ -3,8 +3,8 @@
 // abort_flag   stored (never read-modify-written) by anybody: this rank's blocks and host, peers.
 // lost_ranks   written by this rank's host (liveness watch) only. A lost rank ends the waits for it and no others: it may
 //              have died after its part was done.
-// progress[p]  written by rank p only: moves whenever rank p finishes an item, so that a slow peer is told from a stuck one.
-// records[p]   written by rank p only: what rank p waited for when its time ran out.
+// progress[p]  written by rank p only: moves whenever rank p finishes an item, so that slow ranks are told from stuck ones.
+// records[p]   written by rank p only: what rank p waited for when it gave up, or that it was at work when it was told to.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ struct wait_record {
     wait_site site;
     uint32_t expected = 0;
     uint32_t seen = 0;
-    uint32_t kind = 0;  // abort_kind; 0 = no record
+    uint32_t kind = 0;  // abort_kind; 0 = no record. Stored last: it publishes the record
     uint32_t epoch = 0;
     uint64_t waited_ns = 0;
     uint64_t missing = 0;  // bit p: rank p had not come
@@ -41,7 +41,7 @@ struct wait_record {
 static_assert(sizeof(wait_record) == 64, "one cache line, so that a record is moved as a whole");
 
 struct control_block {
-    alignas(64) uint32_t abort_flag;  // abort_kind of the first that raised it
+    alignas(64) uint32_t abort_flag;  // abort_kind; 0 = nobody gave up
     alignas(64) uint64_t lost_ranks;  // bit p: the process of rank p is gone
     alignas(64) uint32_t progress[MAX_RANKS];
     alignas(64) wait_record records[MAX_RANKS];

@@ -4,7 +4,7 @@
 
 #include <cstdint>
 
-#include "../platform/atomics_host.hpp"
+#include "../platform/platform.hpp"
 
 namespace moe_tk::protocol {
 
@@ -12,7 +12,7 @@ struct dispenser {
     uint32_t next_item = 0;
 
     // Next item, or any value >= num_items when the list is used up.
-    uint32_t take() { return platform::fetch_add_acq_rel<platform::scope::device>(&next_item, 1u); }
+    MOE_TK_FN uint32_t take() { return platform::fetch_add_acq_rel<platform::scope::device>(&next_item, 1u); }
 };
 
 }  // namespace moe_tk::protocol

@@ -4,13 +4,13 @@
 
 #include <cstdint>
 
-#include "../platform/atomics_host.hpp"
+#include "../platform/platform.hpp"
 
 namespace moe_tk::protocol {
 
 // Adds `count` to a local counter; true for the one whose addition completes it.
 // ORDER elect: acq_rel, so that the elected one has seen the writes of all others before it speaks for them.
-inline bool elect_last(uint32_t *counter, uint32_t count, uint32_t want) {
+MOE_TK_FN bool elect_last(uint32_t *counter, uint32_t count, uint32_t want) {
     return platform::fetch_add_acq_rel<platform::scope::device>(counter, count) + count == want;
 }
 

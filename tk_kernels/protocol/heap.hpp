@@ -4,10 +4,10 @@
 
 #include <cstdint>
 
+#include "../platform/platform.hpp"
 #include "control.hpp"
 
 namespace moe_tk::protocol {
-
 
 // What a rank says about its call before anything is moved. Written by that rank only, into every rank's heap.
 struct call_header {
@@ -45,30 +45,30 @@ struct symmetric_heap {
     int64_t job_chunks = 0;
 
     template <class T>
-    T *region(int owner, int64_t at) const { return reinterpret_cast<T *>(base[owner] + at); }
+    MOE_TK_FN T *region(int owner, int64_t at) const { return reinterpret_cast<T *>(base[owner] + at); }
 
-    control_block *control(int owner) const { return region<control_block>(owner, offset.control); }
-    call_header *header(int owner, int from) const { return region<call_header>(owner, offset.header) + from; }
-    uint32_t *posted(int owner, int from) const { return region<uint32_t>(owner, offset.posted) + from * FLAG_LINE; }
-    uint32_t *done(int owner, int from) const { return region<uint32_t>(owner, offset.done) + from * FLAG_LINE; }
-    int32_t *topk_ids(int owner, int from, int64_t top_k) const {
+    MOE_TK_FN control_block *control(int owner) const { return region<control_block>(owner, offset.control); }
+    MOE_TK_FN call_header *header(int owner, int from) const { return region<call_header>(owner, offset.header) + from; }
+    MOE_TK_FN uint32_t *posted(int owner, int from) const { return region<uint32_t>(owner, offset.posted) + from * FLAG_LINE; }
+    MOE_TK_FN uint32_t *done(int owner, int from) const { return region<uint32_t>(owner, offset.done) + from * FLAG_LINE; }
+    MOE_TK_FN int32_t *topk_ids(int owner, int from, int64_t top_k) const {
         return region<int32_t>(owner, offset.topk_ids) + from * max_tokens * top_k;
     }
-    float *topk_weights(int owner, int from, int64_t top_k) const {
+    MOE_TK_FN float *topk_weights(int owner, int from, int64_t top_k) const {
         return region<float>(owner, offset.topk_weights) + from * max_tokens * top_k;
     }
-    uint32_t *sent(int owner, int from, int64_t chunk) const {
+    MOE_TK_FN uint32_t *sent(int owner, int from, int64_t chunk) const {
         return region<uint32_t>(owner, offset.sent) + from * send_chunks + chunk;
     }
-    uint32_t *combined(int owner, int from, int64_t chunk) const {
+    MOE_TK_FN uint32_t *combined(int owner, int from, int64_t chunk) const {
         return region<uint32_t>(owner, offset.combined) + from * job_chunks + chunk;
     }
     template <class T>
-    T *arrivals(int owner, int from, int64_t row, int64_t width) const {
+    MOE_TK_FN T *arrivals(int owner, int from, int64_t row, int64_t width) const {
         return region<T>(owner, offset.arrivals) + (from * max_tokens + row) * width;
     }
     template <class T>
-    T *planes(int owner, int from, int64_t row, int64_t width) const {
+    MOE_TK_FN T *planes(int owner, int from, int64_t row, int64_t width) const {
         return region<T>(owner, offset.planes) + (from * max_tokens + row) * width;
     }
 };

@@ -6,6 +6,7 @@
 
 #include "../engine/host_tile.hpp"
 #include "../patterns/globals.hpp"
+#include "../platform/fault_points.hpp"
 
 namespace moe_tk::roles {
 
@@ -45,8 +46,13 @@ struct block_state {
 class item_timer {
   public:
     item_timer(block_state &state, phase_id phase, int64_t item)
-        : state_(state), phase_(int(phase)), item_(item), begin_(platform::now_ns()), ready_(begin_) {}
-    void ready() { ready_ = platform::now_ns(); }
+        : state_(state), phase_(int(phase)), item_(item), begin_(platform::now_ns()), ready_(begin_) {
+        MOE_TK_FAULT_POINT(phase)
+    }
+    void ready() {
+        ready_ = platform::now_ns();
+        MOE_TK_FAULT_POINT(phase_)
+    }
     ~item_timer() {
         const uint64_t end = platform::now_ns();
         state_.wait_ns[phase_] += ready_ - begin_;

@@ -1,5 +1,5 @@
 // Role combine: when all local slots of a source token are computed, weights and sums them and writes the partial row to
-// the token's source rank. The last job of a chunk, found by election, publishes the chunk's watermark there.
+// the token's source rank, where the chunk's watermark tells that all rows of the chunk have come.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,8 @@
 
 #include "../engine/element.hpp"
 #include "../protocol/dispenser.hpp"
-#include "../protocol/election.hpp"
+#include "../protocol/ready.hpp"
+#include "../protocol/watermark.hpp"
 #include "block.hpp"
 
 namespace moe_tk::roles {
@@ -24,7 +25,7 @@ bool sum_slots(block_state &state, int64_t row, std::vector<float> &sum) {
         if (slot < 0) continue;
         const int64_t block = slot / s.row_block;
         // ORDER rows_ready: acquires what count_push releases after each column block of GEMM 2.
-        if (!protocol::spin_until(g.counters.l2_done + block, g.counters.l2_want[block], g.wait,
+        if (!protocol::wait_ready(g.counters.l2_done + block, g.counters.l2_want[block], g.wait,
                                   state.site(phase_id::combine, role_id::combine, block, g.heap.rank))) return false;
         const float weight = g.pair_weights && !g.weights_before_l2 ? g.pair_weights[pair] : 1.0f;
         const T *from = static_cast<const T *>(g.expert_out) + (ring.entry(block) * s.row_block + slot % s.row_block) * g.out_width;
@@ -37,6 +38,8 @@ template <class T, class Wire>
 bool combine_jobs(block_state &state, protocol::dispenser &items) {
     const auto &g = state.globals;
     const auto &s = g.schedule;
+    const auto ring = g.ring();
+    const uint32_t epoch = protocol::call_epoch(g.wait);
     std::vector<float> sum(static_cast<size_t>(g.out_width));
     std::vector<T> partial(static_cast<size_t>(g.out_width));
     for (int64_t item = items.take(); item < s.num_jobs; item = items.take()) {
@@ -52,14 +55,11 @@ bool combine_jobs(block_state &state, protocol::dispenser &items) {
         if (source != g.heap.rank) state.bytes_combined[size_t(source)] += bytes;
         for (int64_t j = 0; j < s.top_k; ++j) {
             const int64_t slot = s.slots[row * s.top_k + j];
-            // ORDER ring_free: releases the entry to ring_pool::wait_free.
-            if (slot >= 0) platform::fetch_add_acq_rel<scope::device>(g.counters.freed + slot / s.row_block, 1u);
+            if (slot >= 0) ring.free_row(slot / s.row_block);
         }
         const int64_t counter = source * g.heap.job_chunks + chunk;
-        if (protocol::elect_last(g.counters.job_done + counter, 1u, g.counters.job_want[counter])) {
-            // ORDER chunk_combined: to reduce_rows on the source rank.
-            Wire::signal(g.heap.combined(source, g.heap.rank, chunk), g.wait.epoch);
-        }
+        // ORDER chunk_combined: to reduce_rows on the source rank.
+        protocol::publish_job<Wire>(g.heap, source, chunk, g.counters.job_done + counter, g.counters.job_want[counter], epoch);
         protocol::note_progress(g.wait);
     }
     return true;

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "../protocol/dispenser.hpp"
+#include "../protocol/ready.hpp"
 #include "block.hpp"
 
 namespace moe_tk::roles {
@@ -36,8 +37,7 @@ bool place_rows(block_state &state, protocol::dispenser &items) {
             timer.ready();
             T *to = gathered + (ring.entry(block) * s.row_block + slot % s.row_block) * g.hidden;
             std::memcpy(to, from, size_t(g.hidden) * sizeof(T));
-            // ORDER rows_ready: releases the row to counter_gate::wait.
-            platform::fetch_add_acq_rel<scope::device>(g.counters.arrived + block, 1u);
+            protocol::count_ready(g.counters.arrived + block, 1);  // ORDER rows_ready: to counter_gate::wait
         }
         protocol::note_progress(g.wait);
     }

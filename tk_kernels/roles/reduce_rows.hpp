@@ -6,24 +6,26 @@
 
 #include "../engine/element.hpp"
 #include "../protocol/dispenser.hpp"
+#include "../protocol/watermark.hpp"
 #include "block.hpp"
 
 namespace moe_tk::roles {
 
 // ORDER chunk_combined: acquires the watermark of every rank that owes a row of this chunk.
-inline bool wait_for_chunk(block_state &state, int64_t chunk, int64_t first, int64_t last) {
+template <class Wire>
+bool wait_for_chunk(block_state &state, int64_t chunk, int64_t first, int64_t last) {
     const auto &g = state.globals;
-    uint64_t owing = 0;
-    for (int64_t t = first; t < last; ++t) owing |= uint64_t(g.schedule.contributors[t]);
     for (int from = 0; from < g.heap.world; ++from) {
-        if (!(owing >> from & 1)) continue;
-        if (!protocol::spin_until(g.heap.combined(g.heap.rank, from, chunk), g.wait.epoch, g.wait,
-                                  state.site(phase_id::reduce, role_id::reduce, chunk, from))) return false;
+        uint32_t owed = 0;
+        for (int64_t t = first; t < last; ++t) owed += uint64_t(g.schedule.contributors[t]) >> from & 1;
+        if (owed == 0) continue;
+        if (!protocol::wait_chunk<Wire>(g.heap, from, chunk, owed, g.counters.received_want, g.wait,
+                                        state.site(phase_id::reduce, role_id::reduce, chunk, from))) return false;
     }
     return true;
 }
 
-template <class T>
+template <class T, class Wire>
 bool reduce_rows(block_state &state, protocol::dispenser &items) {
     const auto &g = state.globals;
     const int64_t job_chunk = g.schedule.job_chunk;
@@ -32,7 +34,7 @@ bool reduce_rows(block_state &state, protocol::dispenser &items) {
     for (int64_t chunk = items.take(); chunk < num_chunks; chunk = items.take()) {
         item_timer timer(state, phase_id::reduce, chunk);
         const int64_t first = chunk * job_chunk, last = std::min(first + job_chunk, g.num_tokens);
-        if (!wait_for_chunk(state, chunk, first, last)) return false;
+        if (!wait_for_chunk<Wire>(state, chunk, first, last)) return false;
         timer.ready();
         for (int64_t t = first; t < last; ++t) {
             std::fill(sum.begin(), sum.end(), 0.0f);

@@ -1,0 +1,65 @@
+"""Groups: any ProcessGroup, any one-dimensional mesh, destroyed and made again; several layers on one workspace."""
+
+from __future__ import annotations
+
+import pytest
+from group_ranks import in_meshes, in_subgroup, rebuild_group, rebuilt_layers, subgroups_that_come_and_go, two_groups_at_once
+from moe_cases import LayerCase
+
+from moe_tk.errors import ArgumentTypeError, TopologyError
+
+PAIR = LayerCase(((9, 4), (3, 0)), ("uniform", "half"))
+
+
+@pytest.mark.parametrize("members", [[1, 3], [3, 1], [2]])
+def test_a_group_that_is_not_the_world(run_ranks, members):
+    """Ranks are those of the group, whatever their global numbers; a process outside is told so."""
+    case = LayerCase(tuple(counts[:len(members)] for counts in PAIR.counts), PAIR.routings)
+    results = run_ranks(4, in_subgroup, case, members)
+    for rank, result in enumerate(results):
+        if rank in members:
+            assert result == (len(members), sorted(members).index(rank))
+        else:
+            assert result[0] == "TopologyError" and "not a member of the group" in result[1]
+
+
+def test_device_meshes(run_ranks):
+    """One dimension is a group, also a row of a larger mesh; more are refused with the remedy."""
+    for error, text, _ in run_ranks(4, in_meshes, LayerCase(((5, 4, 3, 2),), ("uniform",))):
+        assert error == "ArgumentTypeError" and "DeviceMesh of 2 dimensions, wanted one" in text and "mesh['name']" in text
+
+
+def test_groups_side_by_side(run_ranks):
+    run_ranks(4, two_groups_at_once, LayerCase(((5, 4, 3, 2),), ("uniform",)))
+
+
+def test_sym_08_a_group_destroyed_and_made_again_five_times(fresh_ranks, tmp_path):
+    """Right results in every life, also with the old layer still referenced; no mapping and no file descriptor stays."""
+    outcomes = fresh_ranks(2, rebuild_group, PAIR, str(tmp_path), 5)
+    assert not [outcome.error for outcome in outcomes if outcome.error], outcomes
+    for outcome in outcomes:
+        lives = outcome.value
+        assert [maps for _, maps in lives][0::2] == [0, 0, 0]
+        assert lives[4][0] <= lives[2][0], f"file descriptors grow: {lives}"
+
+
+def test_sym_08_ops_of_groups_that_come_and_go(run_ranks):
+    """What ops hold for a destroyed group goes when the next group comes: two segments of the lobby, two of the data."""
+    assert run_ranks(2, subgroups_that_come_and_go) == [4, 4]
+
+
+def test_layers_of_one_geometry_share_a_workspace(run_ranks):
+    assert run_ranks(2, rebuilt_layers, PAIR) == [(1, 0), (1, 0)]
+
+
+@pytest.mark.parametrize("group", ["WORLD", 3, object(), [0, 1]])
+def test_what_is_no_group_is_refused(group):
+    with pytest.raises(ArgumentTypeError, match="group must be a ProcessGroup, a one-dimensional DeviceMesh or None, got "):
+        PAIR.layer(group)
+
+
+def test_a_process_outside_of_the_group_is_told_so():
+    from torch.distributed import GroupMember
+
+    with pytest.raises(TopologyError, match="not a member of the group"):
+        PAIR.layer(GroupMember.NON_GROUP_MEMBER)

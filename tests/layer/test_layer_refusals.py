@@ -1,0 +1,145 @@
+"""Calls that cannot be: the same news on all ranks, nothing lost, and the layer usable afterwards."""
+
+from __future__ import annotations
+
+import pytest
+from layer_ranks import make_layer
+from moe_cases import LayerCase, with_options
+from refusal_ranks import (
+    BAD_INPUTS,
+    call_in_other_order,
+    differ,
+    overflow,
+    overlapping_calls,
+    refuse_and_go_on,
+    refuse_weights_missing,
+)
+
+CASE = LayerCase(((9, 4, 7),), ("uniform",))
+PAIR = LayerCase(((9, 4),), ("uniform",))
+GOOD_SENSE_S = 3.0  # far below any time limit
+
+
+@pytest.mark.parametrize("pattern", ["mega", "two_kernel", "serial"])
+def test_bad_arguments_on_one_rank_are_told_to_all(run_ranks, pattern):
+    """ArgumentError where the argument is bad, PeerRefused with that reason on the others, at once; the next call is right."""
+    results = run_ranks(3, refuse_and_go_on, with_options(CASE, pattern=pattern), list(BAD_INPUTS), 1)
+    for kind in BAD_INPUTS:
+        told = [result[kind] for result in results]
+        assert [error for error, _, _ in told] == ["PeerRefused", told[1][0], "PeerRefused"] and told[1][0].startswith("Argument"), kind
+        reason = told[1][1].encode("ascii", "replace").decode()[:150]
+        for _, text, seconds in (told[0], told[2]):
+            assert text.startswith("moe_layer: rank 1 refused this call: ") and reason in text and seconds < GOOD_SENSE_S, kind
+
+
+def test_a_rank_without_weights_refuses_for_all(run_ranks):
+    told = run_ranks(2, refuse_weights_missing, PAIR)
+    assert told[0][0] == "ArgumentError" and "call load_weights(w13, w2) first" in told[0][1]
+    assert told[1][0] == "PeerRefused" and "load_weights" in told[1][1]
+
+
+@pytest.mark.parametrize("counts", [(3, 97, 0), (97, 97, 97), (500, 3, 98)])
+@pytest.mark.parametrize("pattern", ["mega", "two_kernel", "serial"])
+def test_sym_07_too_many_tokens_are_the_same_capacity_error_everywhere(run_ranks, counts, pattern):
+    """More tokens than the buffers hold, on one rank or on all: refused before anything moves, with T, limit and argument."""
+    told = run_ranks(3, overflow, with_options(CASE, pattern=pattern), counts)
+    assert {error for error, _, _ in told} == {"CapacityError"} and len({text for _, text, _ in told}) == 1
+    text = told[0][1]
+    assert "max_tokens_per_rank=96" in text and f"max_tokens_per_rank >= {max(counts)}" in text
+    assert all((f"rank {rank}: {count}" in text) == (count > 96) for rank, count in enumerate(counts))
+
+
+def test_sym_07_one_token_too_many(run_ranks):
+    case = LayerCase(((64, 64),), ("uniform",), max_tokens=64)
+    for counts in ((65, 64), (65, 65)):
+        assert {error for error, _, _ in run_ranks(2, overflow, case, counts)} == {"CapacityError"}
+
+
+DIFFERENT = {
+    "hidden_size": ({}, {"hidden_size": 48}), "num_experts": ({}, {"num_experts": 12}), "top_k": ({}, {"top_k": 2}),
+    "mode": ({}, {"mode": "tp"}), "max_tokens_per_rank": ({}, {"max_tokens_per_rank": 97}), "segments": ({}, {"segments": 2}),
+    "pattern": ({"pattern": "two_kernel"}, {"pattern": "serial"}), "pull": ({}, {"pull": True}),
+    "activation": ({}, {"activation": "gpt_oss"}), "swiglu_limit": ({"swiglu_limit": 1.0}, {"swiglu_limit": 2.0}),
+    "weight_position": ({}, {"weight_position": "combine"}), "intermediate_size": ({}, {"intermediate_size": 44}),
+}
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_layers_that_differ_between_ranks_are_refused_on_all(run_ranks, name):
+    """Whatever must be equal on all ranks is compared, when the layer is made or when it is called."""
+    for error, text, seconds in run_ranks(2, differ_by_one_argument, PAIR, DIFFERENT[name]):
+        assert error == "MoETkError" and "rank 0" in text and "rank 1" in text and seconds < GOOD_SENSE_S, (error, text)
+        assert "all ranks must make the same" in text.lower()
+
+
+def differ_by_one_argument(rank: int, world: int, case: LayerCase, options) -> tuple[str, str, float]:
+    from dataclasses import replace
+
+    names = {"hidden_size": "hidden", "intermediate_size": "inter", "max_tokens_per_rank": "max_tokens"}
+    own = dict(options[rank])
+    for name in [n for n in own if n in (*names, "num_experts", "top_k")]:
+        case = replace(case, **{names.get(name, name): own.pop(name)})
+    return differ(rank, world, case, [own] * world)
+
+
+def test_layers_called_in_another_order_on_one_rank(run_ranks):
+    """Two layers of one workspace: nothing is mixed up, all ranks are told, and the right order works afterwards."""
+    for error, text, seconds in run_ranks(3, call_in_other_order, CASE, CASE):
+        assert error == "MoETkError" and "layer 2" in text and "layer 1" in text and "same order" in text and seconds < GOOD_SENSE_S
+
+
+def test_layers_of_two_workspaces_called_in_another_order(run_ranks):
+    """Nobody can compare what happens on two workspaces: the bounded wait ends it on all ranks."""
+    for error, text, seconds in run_ranks(2, call_in_other_order, PAIR, LayerCase(((9, 4),), ("uniform",), max_tokens=64)):
+        assert error == "ProtocolTimeout" and "same call" in text and seconds < 1.5
+
+
+def test_sym_11_one_call_in_flight(run_ranks):
+    """A second call while the first waits for a late rank is refused at once, on the layer and on another of its workspace."""
+    told = run_ranks(2, overlapping_calls, PAIR)
+    assert [error for error, _, _ in told[0]] == ["MoETkError", "MoETkError"]
+    for _, text, seconds in told[0]:
+        assert "in flight" in text and "one at a time" in text and seconds < 0.3
+
+
+BAD_LAYERS = {
+    "top_k is 11": {"top_k": 11}, "hidden_size is 41": {"hidden": 41}, "mode is 'ep+tp'": {"mode": "ep+tp"},
+    "dtype is torch.float16": {"dtype_name": "float16"}, "timeout_s is -1": {"timeout_s": -1.0}, "pattern is 'best'": {"pattern": "best"},
+}
+
+
+@pytest.mark.parametrize("text", BAD_LAYERS)
+def test_a_layer_that_one_rank_cannot_make_is_refused_on_all(run_ranks, text):
+    """The rank with the bad argument raises it; the others hear of it instead of waiting for a rank that will not come."""
+    told = run_ranks(3, make_layer_badly_on_rank_1, CASE, BAD_LAYERS[text])
+    assert told[1][0].startswith("Argument") and told[1][1].startswith(text)
+    for error, reason, seconds in (told[0], told[2]):
+        assert error == "PeerRefused" and f"MoELayer: failed on rank 1: {text}" in reason and seconds < GOOD_SENSE_S
+
+
+def make_layer_badly_on_rank_1(rank: int, world: int, case: LayerCase, bad: dict) -> tuple[str, str, float]:
+    from dataclasses import replace
+
+    import torch
+
+    if rank != 1:
+        return make_layer(rank, world, case)
+    bad = dict(bad)
+    if "dtype_name" in bad:
+        bad = {"dtype": getattr(torch, bad.pop("dtype_name"))}
+    sizes = {name: bad.pop(name) for name in list(bad) if name in ("top_k", "hidden", "dtype")}
+    return make_layer(rank, world, replace(case, **sizes), **bad)
+
+
+@pytest.mark.parametrize("wanted", ["pcie", "staged"])  # nvlink: tests/nvlink
+def test_a_protocol_for_gpus_is_refused(wanted, nothing_left):
+    from moe_tk.errors import TopologyError
+
+    with pytest.raises(TopologyError, match="protocol '.*' moves data between GPUs, .* use protocol='shm' or 'auto'"):
+        LayerCase(((1,),), ("uniform",)).layer(protocol=wanted)
+
+
+def test_num_10_a_mix_of_ep_and_tp_is_refused(nothing_left):
+    for mode in ("ep+tp", "hybrid", None, 2):
+        with pytest.raises(ValueError, match="mode is .*, wanted one of ep, tp .a mix of both is not supported"):
+            LayerCase(((1,),), ("uniform",)).layer(mode=mode)

@@ -1,0 +1,113 @@
+"""Ranks that do not come, stop half-way, raise, or are merely slow. Deaths are in tests/faults."""
+
+from __future__ import annotations
+
+import pytest
+from layer_ranks import make_layer
+from moe_cases import LayerCase, with_options
+from refusal_ranks import call_after_slow_start, never_comes, raises_inside, skip_when_empty, stops_inside
+
+CASE = LayerCase(((9, 4, 7, 5),), ("uniform",))
+LIMIT_S = 0.4
+
+
+@pytest.mark.parametrize("pattern", ["mega", "two_kernel", "serial"])
+@pytest.mark.parametrize("absent", [[2], [0, 3]])
+def test_a_rank_that_never_comes(run_ranks, pattern, absent):
+    """ProtocolTimeout on the others within the limit + 1 s, naming op, phase and rank; the layer refuses calls from then on."""
+    results = run_ranks(4, never_comes, with_options(CASE, pattern=pattern), absent, LIMIT_S)
+    missing = "rank 2" if absent == [2] else "ranks 0, 3"
+    for rank, told in enumerate(results):
+        if rank in absent:
+            continue
+        (error, text, seconds), (second_error, second_text, second_seconds) = told
+        assert error == "ProtocolTimeout" and text.startswith(f"moe_layer: missing {missing}."), text
+        assert "phase exchange" in text and f"rank {rank} waited" in text and f"timeout_s (now {LIMIT_S})" in text
+        assert LIMIT_S <= seconds < LIMIT_S + 1.0
+        assert second_error == "MoETkError" and "unusable since an earlier call failed" in second_text and second_seconds < 0.2
+
+
+def test_a_rank_that_never_comes_to_the_first_call(run_ranks):
+    results = run_ranks(4, never_comes, CASE, [1], LIMIT_S, calls_before=0)
+    assert {told[0][0] for rank, told in enumerate(results) if rank != 1} == {"ProtocolTimeout"}
+
+
+@pytest.mark.parametrize("pattern, launch, phases", [("mega", 0, ("dispatch", "reduce")), ("two_kernel", 0, ("dispatch",)),
+                                                     ("two_kernel", 1, ("reduce",))])
+def test_krn_09_a_rank_that_stops_half_way_is_named(run_ranks, pattern, launch, phases):
+    """Rank 2 stops before its launch, or before the combine: op, phase, who waited, who is missing, how long, and what to do."""
+    told = run_ranks(4, stops_inside, with_options(CASE, pattern=pattern), 2, launch, LIMIT_S)
+    for rank, (error, text, _) in enumerate(told):
+        if rank == 2:
+            continue
+        assert error == "ProtocolTimeout" and "moe_layer: missing rank 2" in text, text
+        assert any(f"phase {phase}" in text for phase in phases) and " s for rank 2" in text
+        assert "raise timeout_s" in text and "moe_tk explain-timeout" in text
+
+
+def test_an_exception_in_the_middle_of_a_call_ends_it_on_all_ranks(run_ranks):
+    """The rank that raised shows its own exception, the others are told at once and pointed to it; all refuse further calls."""
+    results = run_ranks(4, raises_inside, CASE, 3)
+    for rank, ((error, text, seconds), (second_error, second_text, _)) in enumerate(results):
+        if rank == 3:
+            assert (error, text) == ("MemoryError", "no memory for the launch")
+        else:
+            assert error == "ProtocolTimeout" and "rank 3 raised an exception in the middle of the call" in text
+            assert "Read the traceback of rank 3" in text and seconds < 3.0
+        assert second_error == "MoETkError" and "unusable" in second_text
+
+
+def test_krn_08_a_rank_without_tokens_must_call_too(run_ranks):
+    """A rank that skips the call since it has no tokens is named by the others."""
+    told = run_ranks(4, skip_when_empty, LayerCase(((3, 4, 3, 0),), ("uniform",)))
+    assert [error for error, _, _ in told] == ["ProtocolTimeout"] * 3 + ["skipped"]
+    assert all("missing rank 3" in text for _, text, _ in told[:3])
+
+
+def test_krn_08_sizes_are_agreed_not_taken_from_this_rank(run_ranks):
+    told = run_ranks(4, call_after_slow_start, LayerCase(((3, 4, 3, 4),), ("uniform",)), 0.0, 5.0)
+    assert {error for error, _, _ in told} == {"none"}
+
+
+def test_krn_10_the_limit_is_in_seconds_and_can_be_raised(run_ranks):
+    """A rank that is 1.2 s late: too late for a limit of 0.4 s, in time for one of 10 s."""
+    told = run_ranks(2, call_after_slow_start, LayerCase(((9, 4),), ("uniform",)), 1.2, 0.4)
+    assert told[1][0] == "ProtocolTimeout" and 0.4 <= told[1][2] < 1.2
+    told = run_ranks(2, call_after_slow_start, LayerCase(((9, 4),), ("uniform",)), 1.2, 10.0)
+    assert [error for error, _, _ in told] == ["none", "none"] and told[1][2] >= 1.0
+
+
+def test_krn_10_slow_set_up_is_not_charged_to_the_calls(run_ranks):
+    """Making a layer ends with all ranks having come: a rank that compiles for a second needs no longer limit."""
+    told = run_ranks(2, make_layer, LayerCase(((9, 4),), ("uniform",)), late_s=1.2, timeout_s=0.3)
+    assert [error for error, _, _ in told] == ["none", "none"] and told[1][2] >= 1.0
+
+
+def test_krn_10_the_limit_comes_from_the_environment(monkeypatch, nothing_left):
+    monkeypatch.setenv("MOE_TK_TIMEOUT_S", "3.5")
+    case = LayerCase(((1,),), ("uniform",))
+    assert case.layer().timeout_s == 3.5 and case.layer(timeout_s=7).timeout_s == 7.0
+    for bad in ("0", "-1", "soon", "inf"):
+        monkeypatch.setenv("MOE_TK_TIMEOUT_S", bad)
+        with pytest.raises(ValueError, match="environment variable MOE_TK_TIMEOUT_S=.* wanted seconds > 0"):
+            case.layer()
+
+
+def test_a_rank_that_never_makes_the_layer(fresh_ranks):
+    """Set-up is bounded too: the time-out says what was being set up. Its process group is of no use afterwards."""
+    outcomes = fresh_ranks(3, make_layer_without_rank_1, CASE)
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].error
+        error, text, seconds = outcomes[rank].value
+        assert error in ("ProtocolTimeout", "PeerLost") and text.startswith("workspace: agree on one: rank") and seconds < 3.0
+
+
+def make_layer_without_rank_1(rank: int, world: int, case: LayerCase) -> tuple[str, str, float] | None:
+    import os
+    import time
+
+    os.environ["MOE_TK_FIRST_CALL_TIMEOUT_S"] = "1"
+    if rank == 1:
+        time.sleep(2.0)
+        return None
+    return make_layer(rank, world, case)

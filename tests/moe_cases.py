@@ -1,0 +1,139 @@
+"""Layer cases for tests: weights, routings, inputs, and the comparison with the float64 reference. Imports no pytest."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_tk import reference
+from moe_tk.layer import MoELayer
+from moe_tk.schedule import expert_range
+from moe_tk.weights import shard_weights
+
+torch.set_num_threads(1)  # ranks and other tests share the cores
+
+ROUTINGS = ("uniform", "zipf", "hot_rank", "hot_expert", "last_expert", "none", "half", "duplicates", "out_of_range")
+
+
+@dataclass(frozen=True)
+class LayerCase:
+    """A layer and what is fed to it. `counts[e]` are the tokens of every rank in epoch e, `routings[e]` its routing."""
+
+    counts: tuple[tuple[int, ...], ...]
+    routings: tuple[str, ...]
+    num_experts: int = 10
+    top_k: int = 3
+    hidden: int = 40
+    inter: int = 36
+    max_tokens: int = 96
+    dtype: torch.dtype = torch.float32
+    seed: int = 0
+    options: dict[str, Any] = field(default_factory=dict)  # further arguments of MoELayer
+
+    def layer(self, group: Any = None, **options: Any) -> MoELayer:
+        """The layer, with this rank's weights loaded."""
+        layer = MoELayer(group, num_experts=self.num_experts, top_k=self.top_k, hidden_size=self.hidden, intermediate_size=self.inter,
+                         max_tokens_per_rank=self.max_tokens, dtype=self.dtype, **{**self.options, **options})
+        layer.load_weights(*shard_weights(*self.weights(), mode=layer.mode, world=layer.group.world, rank=layer.group.rank))
+        return layer
+
+    def weights(self) -> tuple[Tensor, Tensor]:
+        """Full weights w13 [E, 2I, H], w2 [E, H, I]; both layers keep the scale of their input."""
+        generator = torch.Generator().manual_seed(self.seed)
+        w13 = torch.randn(self.num_experts, 2 * self.inter, self.hidden, generator=generator) * 1.5 / self.hidden**0.5
+        w2 = torch.randn(self.num_experts, self.hidden, self.inter, generator=generator) * 1.5 / self.inter**0.5
+        return w13.to(self.dtype), w2.to(self.dtype)
+
+    def inputs(self, epoch: int, world: int, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+        """(hidden_states, topk_ids, topk_weights) of one rank in one epoch."""
+        generator = torch.Generator().manual_seed(1000 * self.seed + 100 * epoch + rank)
+        tokens = self.counts[epoch][rank]
+        x = torch.randn(tokens, self.hidden, generator=generator).to(self.dtype)
+        ids = routing(self.routings[epoch], tokens, self.top_k, self.num_experts, world, generator)
+        weights = torch.rand(tokens, self.top_k, generator=generator) * 1.5 - 0.25
+        return x, ids.to(torch.int32 if epoch % 2 else torch.int64), weights.to(torch.bfloat16) if epoch % 3 == 2 else weights
+
+
+def with_options(case: LayerCase, **options: Any) -> LayerCase:
+    return replace(case, options={**case.options, **options})
+
+
+def routing(kind: str, tokens: int, top_k: int, num_experts: int, world: int, generator: torch.Generator) -> Tensor:
+    """[tokens, top_k] int64 expert ids, without replacement unless the kind says otherwise."""
+    scores = torch.rand(tokens, num_experts, generator=generator)
+    place = torch.arange(num_experts)
+    if kind == "zipf":
+        scores = scores.pow(1.0 + place)
+    elif kind == "hot_rank":
+        first, count = expert_range(num_experts, world, world - 1 if num_experts >= world else 0)
+        scores[:, first:first + count] += 1.0
+    elif kind == "hot_expert":
+        scores[:, num_experts // 2] += 1.0
+    elif kind == "last_expert":
+        return torch.full((tokens, top_k), -1).index_fill(1, torch.tensor([top_k - 1]), num_experts - 1)
+    elif kind == "first_expert":
+        return torch.full((tokens, top_k), -1).index_fill(1, torch.tensor([0]), 0)
+    elif kind == "none":
+        return torch.full((tokens, top_k), -1)
+    elif kind == "spare_rank_2":
+        first, count = expert_range(num_experts, world, 2)
+        scores[:, first:first + count] -= 2.0
+    elif kind == "all_on_last_rank":
+        scores[:, :-top_k] -= 2.0
+    elif kind == "two_and_two":
+        return torch.tensor([0, num_experts - 1, 1, num_experts - 2]).expand(tokens, top_k)
+    elif kind == "duplicates":
+        return torch.randint(0, min(num_experts, 2), (tokens, top_k), generator=generator)
+    ids = scores.topk(top_k, dim=1).indices
+    if kind.endswith("_rows"):
+        ids[::2] = -1 if kind == "half_rows" else num_experts + 1
+    elif kind == "half":
+        rows = torch.rand(tokens, 1, generator=generator) < 0.25
+        ids = ids.masked_fill(rows | (torch.rand(ids.shape, generator=generator) < 1 / 3), -1)
+    elif kind == "out_of_range":
+        wild = torch.tensor([num_experts, num_experts + 1, 2**30, -2, -(2**31), 2**31 - 1, -1])
+        picked = wild[torch.randint(0, len(wild), ids.shape, generator=generator)]
+        ids = torch.where(torch.rand(ids.shape, generator=generator) < 0.3, picked, ids)
+    return ids
+
+
+def check_result(got: Tensor, want: Tensor, ids: Tensor, num_experts: int, dtype: torch.dtype) -> None:
+    """Asserts that `got` [T, H] is `want` (float64) up to rounding: as a whole, row by row, and exact zero where no id is valid."""
+    assert got.dtype == dtype and got.shape == want.shape, (got.dtype, got.shape, want.shape)
+    empty = ((ids < 0) | (ids >= num_experts)).all(1)
+    assert bool((got[empty] == 0).all()), "a row without a valid expert is not zero"
+    budget = reference.ERROR_BUDGET[dtype]
+    error = reference.relative_error(got, want)
+    assert error <= budget, f"relative error {error:.2e}, budget {budget:.0e}"
+    row_error = (got.double() - want).norm(dim=1)
+    row_size = want.norm(dim=1)
+    typical = row_size.square().mean().sqrt() if len(row_size) else row_size.sum()
+    worst = (row_error / (row_size + 0.1 * typical + 1e-30)).max() if len(row_error) else torch.zeros(())
+    assert float(worst) <= 6 * budget, f"row {int((row_error / (row_size + 1e-30)).argmax())} is off by {float(worst):.2e}"
+
+
+def expected(case: LayerCase, layer: MoELayer, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    """What the layer owes for these inputs: [T, H] float64, from the full weights."""
+    return layer.reference(*inputs, *case.weights())
+
+
+def digest(tensor: Tensor) -> str:
+    """Hash of the bits."""
+    return hashlib.sha256(tensor.contiguous().view(torch.uint8).numpy().tobytes() + str(tensor.shape).encode()).hexdigest()[:16]
+
+
+def poison(layer: MoELayer) -> None:
+    """Fills what a call must not read: work buffers and partial rows with NaN, old routing with ids that look valid.
+
+    Only while no rank is in a call, between two barriers.
+    """
+    workspace = layer.session.workspace
+    workspace.poison()
+    for name in ("arrivals", "planes"):
+        workspace.region(name, layer.dtype).fill_(float("nan"))
+    workspace.region("topk_ids", torch.int32).random_(0, layer.num_experts)
+    workspace.region("topk_weights", torch.float32).fill_(float("nan"))
