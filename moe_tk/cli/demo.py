@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--backend", default="auto", metavar="NAME", help="auto (default) or cpu")
     add("--tokens", default="4096", metavar="N", help="tokens of all ranks together, 1 to 4096 (default 4096)")
     add("--uneven", action="store_true", help="give rank 1 half a share of the tokens and the last rank none")
-    add("--calls", default="7", metavar="N", help="timed calls of each pattern (default 7)")
+    add("--calls", metavar="N", help="timed calls of each pattern (default 7; on a slow machine as few as 3)")
     add("--json", metavar="FILE", help="write everything to FILE too")
     add("--debug", action="store_true", help="show the tracebacks of ranks that fail")
     parser.error = _refuse  # one line, without the usage

@@ -14,6 +14,8 @@ MAX_WORLD = 8
 MAX_TOKENS = 4096  # rows of the input that ships
 MAX_CALLS = 1000
 DEFAULT_WORLD = 4
+DEFAULT_CALLS, MIN_CALLS = 7, 3
+TIMED_LIMIT_S = 10.0
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,8 @@ class Options:
     patterns: tuple[str, ...] = PATTERNS
     tokens: int = MAX_TOKENS
     uneven: bool = False
-    calls: int = 7
+    calls: int = DEFAULT_CALLS
+    timed_limit_s: float | None = TIMED_LIMIT_S  # of one mode: once over, MIN_CALLS are enough; None: no limit
     json_path: str | None = None
     debug: bool = False
 
@@ -37,7 +40,8 @@ def parse_options(args: argparse.Namespace) -> Options:
         world=None if args.world is None else _integer("--world", args.world, 1, MAX_WORLD),
         modes=MODES if args.mode == "both" else (_one_of("--mode", args.mode, (*MODES, "both")),),
         patterns=_patterns(args.pattern), tokens=_integer("--tokens", args.tokens, 1, MAX_TOKENS), uneven=args.uneven,
-        calls=_integer("--calls", args.calls, 1, MAX_CALLS), json_path=args.json, debug=args.debug)
+        calls=DEFAULT_CALLS if args.calls is None else _integer("--calls", args.calls, 1, MAX_CALLS),
+        timed_limit_s=TIMED_LIMIT_S if args.calls is None else None, json_path=args.json, debug=args.debug)
     if options.json_path is not None:
         _check_json_path(Path(options.json_path))
     return options

@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_tk import reference
 from moe_tk.config import env
 from moe_tk.demo.input import LayerInput, cut, load_input, padded_ids
-from moe_tk.demo.options import Options
+from moe_tk.demo.options import MIN_CALLS, Options
 from moe_tk.demo.records import Failure, ModeRecord, PatternRecord, RankRecord
 from moe_tk.layer import MoELayer
 from moe_tk.runtime.host import host_module
@@ -70,19 +70,33 @@ def _measure_mode(mode: str, rank: int, counts: list[int], whole: LayerInput, mi
                          timeout_s=max(CALL_LIMIT_S, env("MOE_TK_TIMEOUT_S")))
         layer.load_weights(w13, w2)
         benches[pattern] = _Bench(layer, mine, want)
-    # The patterns take turns, so that whatever else the machine does falls on all of them alike.
-    for number in range(options.calls + 2):
-        kind = "warm-up" if number == 0 else "traced" if number == options.calls + 1 else "timed"
-        for bench in benches.values():
-            say(f"{mode.upper()}: {kind} calls" if number else f"{mode.upper()}: warm-up", 0)
-            bench.call(kind)
-            say("", 1)
     layer = benches[options.patterns[-1]].layer
+    _call_all(mode, list(benches.values()), options, say)
     return ModeRecord(
         patterns={pattern: bench.record() for pattern, bench in benches.items()},
         readiness=_readiness(layer, whole, counts), plan=layer.plan.explain(), starting_roles=_starting_roles(layer),
         experts=(0, whole.w13.shape[0]) if mode == "tp" else expert_range(whole.w13.shape[0], world, rank),
         columns=shard_range(whole.w2.shape[2], world, rank)[1] if mode == "tp" else whole.w2.shape[2])
+
+
+def _call_all(mode: str, benches: list[_Bench], options: Options, say: Say) -> None:
+    """All calls. The patterns take turns, so that whatever else the machine does falls on all of them alike."""
+    def each(kind: str) -> None:
+        say(f"{mode.upper()}: {kind} calls", 0)
+        for bench in benches:
+            bench.call(kind)
+            say("", 1)
+
+    group, begin = benches[0].layer.group, time.monotonic()
+    each("warm-up")
+    for number in range(1, options.calls + 1):
+        each("timed")
+        if options.timed_limit_s is not None and number >= MIN_CALLS:
+            late = time.monotonic() - begin > options.timed_limit_s
+            if group.gather(late, timeout_s=CALL_LIMIT_S, step="demo: go on?")[0]:  # rank 0's clock decides for all
+                say("", (options.calls - number) * len(benches))
+                break
+    each("traced")
 
 
 @dataclass

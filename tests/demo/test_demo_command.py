@@ -136,6 +136,13 @@ def test_budget_of_0_is_exit_1(capsys, monkeypatch):
     assert "FAIL  over the error budget: EP mega" in out and "OVER BUDGET" in out and "PASS" not in out
 
 
+def test_slow_machine_gets_fewer_timed_calls():
+    options = Options(world=2, modes=("ep",), patterns=("mega",), tokens=16, timed_limit_s=0.0)
+    done = []
+    (result,) = results.merge(start.start_ranks(options, lambda stage, count: done.append(count)))
+    assert len(result.seconds) == 3 and result.num_calls == 5 and sum(done) == 9  # the bar is full all the same
+
+
 def test_wrong_weight_is_over_the_budget():
     options = Options(world=2, modes=("ep",), patterns=("serial", "mega"), tokens=64, calls=1)
     merged = results.merge(start.start_ranks(options, lambda stage, done: None, target=corrupt_weight))
