@@ -42,6 +42,10 @@ __device__ __forceinline__ void give_up(const call_view &c, wait_place place, ui
 // Local waits hang on a remote one in the end: they leave that one the time to speak first, since it names the rank.
 constexpr uint64_t LOCAL_GRACE_NS = 500'000'000;
 
+// Looks between two at the words in host memory: some milliseconds. Thousands of threads wait at a time and each look is a
+// read over PCIe, so no wait of a call that goes well should come so far.
+constexpr uint32_t HOST_SPINS = 4096;
+
 __device__ __forceinline__ bool spin_slowly(const uint32_t *word, uint32_t want, const call_view &c, wait_place place) {
     const uint64_t begin = now_ns();
     const bool local = place.producer == c.rank;
@@ -49,12 +53,12 @@ __device__ __forceinline__ bool spin_slowly(const uint32_t *word, uint32_t want,
     for (uint32_t spins = 1;; ++spins) {
         const uint32_t seen = load_acquire_sys(word);
         if (protocol::reached(seen, want)) return true;
-        nap_ns(min(20u << min(spins / 4, 6u), 1000u));  // thousands of warps may wait for words of one cache line
-        if (spins % 16) continue;
+        if (spins > 16) nap_ns(spins < 256 ? 50 : 300);
+        if (spins % 32) continue;
         abort_kind kind = abort_kind::none;
         if (load_relaxed_sys(&c.control(c.rank)->abort_flag)) kind = abort_kind::told_by_peer;
-        else if (spins % 64 == 0 && load_relaxed_sys(&c.host->host_abort)) kind = abort_kind::host;
-        else if (spins % 64 == 0 && !local && (load_relaxed_sys(&c.host->lost_ranks) >> place.producer & 1)) kind = abort_kind::peer_lost;
+        else if (spins % HOST_SPINS == 0 && load_relaxed_sys(&c.host->host_abort)) kind = abort_kind::host;
+        else if (spins % HOST_SPINS == 0 && !local && (load_relaxed_sys(&c.host->lost_ranks) >> place.producer & 1)) kind = abort_kind::peer_lost;
         else if (now_ns() - begin >= limit) kind = abort_kind::timeout;
         if (kind == abort_kind::none) continue;
         if (protocol::reached(load_acquire_sys(word), want)) return true;  // it may have come just before
