@@ -23,6 +23,7 @@ from moe_tk.errors import (
 
 if TYPE_CHECKING:
     from moe_tk import ops, reference, schedule
+    from moe_tk.diagnose import doctor
     from moe_tk.layer import MoELayer
     from moe_tk.memory import estimate_memory
 
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 _LAZY = {
     "MoELayer": ("moe_tk.layer", "MoELayer"),
+    "doctor": ("moe_tk.diagnose", "doctor"),
     "estimate_memory": ("moe_tk.memory", "estimate_memory"),
     "ops": ("moe_tk.ops", None),
     "reference": ("moe_tk.reference", None),
@@ -38,7 +40,8 @@ _LAZY = {
 
 __all__ = [
     "ArgumentError", "ArgumentTypeError", "BuildError", "CapacityError", "MoETkError", "MoELayer", "PeerLost",
-    "PeerRefused", "ProtocolTimeout", "ScheduleError", "TopologyError", "estimate_memory", "ops", "reference", "schedule",
+    "PeerRefused", "ProtocolTimeout", "ScheduleError", "TopologyError", "doctor", "estimate_memory", "ops", "reference",
+    "schedule",
 ]
 
 

@@ -34,8 +34,8 @@ def check_tensor(name: str, value: Any, *, dtypes: tuple[torch.dtype, ...], shap
         wanted = [("any" if extent is None else extent) for extent in shape]
         raise ArgumentError(f"{name} has shape {list(value.shape)}, wanted {layout} = {wanted}".replace("'", ""))
     if value.requires_grad and torch.is_grad_enabled():
-        raise ArgumentError(f"{name} has requires_grad=True, but moe_tk has the forward pass only: call it under torch.no_grad() or "
-                            f"pass {name}.detach()")
+        raise ArgumentError(f"{name} has requires_grad=True, but moe_tk has the forward pass only: call it under torch.no_grad() "
+                            f"or pass {name}.detach()")
     return value
 
 
@@ -50,10 +50,12 @@ def as_contiguous(name: str, value: Tensor) -> Tensor:
     return value.contiguous()
 
 
-def check_routing(topk_ids: Any, topk_weights: Any, *, num_tokens: int, top_k: int | None, num_experts: int, rank: int) -> tuple[Tensor, Tensor]:
+def check_routing(topk_ids: Any, topk_weights: Any, *, num_tokens: int, top_k: int | None, num_experts: int,
+                  rank: int) -> tuple[Tensor, Tensor]:
     """(topk_ids [T, k] int32, topk_weights [T, k] float32), if they can be a routing of `num_tokens` tokens.
 
-    -1 and ids >= num_experts mean "skip" and come back as -1, so that no 64-bit id can wrap into a valid one; with MOE_TK_VALIDATE=1 only -1 does, and other ids outside are refused.
+    -1 and ids >= num_experts mean "skip" and come back as -1, so that no 64-bit id can wrap into a valid one; with
+    MOE_TK_VALIDATE=1 only -1 does, and other ids outside are refused.
     """
     if isinstance(topk_ids, Tensor) and isinstance(topk_weights, Tensor):
         if topk_ids.is_floating_point() and not topk_weights.is_floating_point():
@@ -66,7 +68,8 @@ def check_routing(topk_ids: Any, topk_weights: Any, *, num_tokens: int, top_k: i
     bad = valid & ~torch.isfinite(weights)
     if bad.any():
         token, choice = (int(i) for i in bad.nonzero()[0])
-        raise ArgumentError(f"topk_weights[{token}, {choice}] is {weights[token, choice].item()} on rank {rank}, wanted a finite number")
+        raise ArgumentError(f"topk_weights[{token}, {choice}] is {weights[token, choice].item()} on rank {rank}, wanted a finite "
+                            "number")
     if env("MOE_TK_VALIDATE"):
         outside = ~valid & (ids != -1)
         if outside.any():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,3 +90,8 @@ def env(name: str) -> Any:
         return var.parse(text)
     except (ValueError, KeyError):
         raise ArgumentError(f"environment variable {name}={text!r} is not valid: wanted {var.valid}") from None
+
+
+def environment() -> Mapping[str, str]:
+    """All variables as they are, for facts about other software (CUDA_VISIBLE_DEVICES, container hints) and children."""
+    return os.environ

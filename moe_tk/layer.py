@@ -60,15 +60,17 @@ class MoELayer:
                  compute_blocks: int | None = None, pull: bool = False) -> None:
         self.group = resolve_group(group)
         with self.group.local_step("MoELayer", timeout_s=env("MOE_TK_TIMEOUT_S")):
-            check_layer_sizes(world=self.group.world, rank=self.group.rank, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
-                              intermediate_size=intermediate_size, max_tokens_per_rank=max_tokens_per_rank, mode=mode)
+            check_layer_sizes(world=self.group.world, rank=self.group.rank, num_experts=num_experts, top_k=top_k,
+                              hidden_size=hidden_size, intermediate_size=intermediate_size,
+                              max_tokens_per_rank=max_tokens_per_rank, mode=mode)
             if dtype not in COMPUTE_DTYPES:
                 raise ArgumentTypeError(f"dtype is {dtype}, wanted {names(COMPUTE_DTYPES)}")
             check_one_of("weight_position", weight_position, WEIGHT_POSITIONS)
             self.timeout_s = check_positive("timeout_s", env("MOE_TK_TIMEOUT_S") if timeout_s is None else timeout_s, "seconds")
             self.activation = resolve_activation(activation, swiglu_limit)
-            self.plan: Plan = make_plan(pattern=pattern, protocol=protocol, max_tokens=max_tokens_per_rank, cores=os.cpu_count() or 1,
-                                        world=self.group.world, segments=segments, compute_blocks=compute_blocks, pull=pull)
+            self.plan: Plan = make_plan(pattern=pattern, protocol=protocol, max_tokens=max_tokens_per_rank,
+                                        cores=os.cpu_count() or 1, world=self.group.world, segments=segments,
+                                        compute_blocks=compute_blocks, pull=pull)
             geometry = layer_geometry(
                 world=self.group.world, rank=self.group.rank, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
                 intermediate_size=intermediate_size, max_tokens_per_rank=max_tokens_per_rank, mode=mode,
@@ -124,21 +126,24 @@ class MoELayer:
         Raises on all ranks alike, and the layer stays usable: ArgumentError (this rank) with PeerRefused (the others),
         CapacityError. Raises ProtocolTimeout or PeerLost when a rank does not come; the layer is unusable then.
         """
-        if torch.compiler.is_compiling() and out is None:
-            return torch.ops.moe_tk.moe_layer(hidden_states, topk_ids, topk_weights, self.handle)
+        if torch.compiler.is_compiling():
+            result = torch.ops.moe_tk.moe_layer(hidden_states, topk_ids, topk_weights, self.handle)
+            return result if out is None else out.copy_(result)
         return self.forward_into(hidden_states, topk_ids, topk_weights, out)
 
     def forward_into(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None) -> Tensor:
         """The call itself, eager. Shapes as in __call__."""
         signature = signature_of("moe_layer", self.session.geometry.shared_key(), self.intermediate_size, self.plan.pattern,
                                  self.plan.pull, self.weight_position, self.activation)
-        options = CallOptions(op="moe_layer", plan=self.plan, timeout_s=self.timeout_s, layer=self.ordinal, activation=self.activation,
-                              weights_before_l2=self.weight_position == "before_l2", record_trace=self.record_trace)
+        options = CallOptions(op="moe_layer", plan=self.plan, timeout_s=self.timeout_s, layer=self.ordinal,
+                              activation=self.activation, weights_before_l2=self.weight_position == "before_l2",
+                              record_trace=self.record_trace)
         with self.session.one_call("moe_layer"):
             try:
                 hidden, ids, weights, out = self._check_call(hidden_states, topk_ids, topk_weights, out)
             except Exception as error:  # whatever keeps this rank from taking part, the others must hear of it
-                self.session.open_call(CallHeader("moe_layer", self.ordinal, signature, 0), timeout_s=self.timeout_s, refused=str(error))
+                self.session.open_call(CallHeader("moe_layer", self.ordinal, signature, 0), timeout_s=self.timeout_s,
+                                       refused=str(error))
                 raise
             call = open_routed_call(self.session, options, topk_ids=ids, topk_weights=weights, signature=signature,
                                     num_experts=self.num_experts, segments=self.plan.segments)

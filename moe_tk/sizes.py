@@ -56,7 +56,8 @@ def check_layer_sizes(*, world: int, rank: int, num_experts: Any, top_k: Any, hi
     check_count("world", world)
     check_count("rank", rank, least=0, most=world - 1)
     if mode not in MODES:
-        raise ArgumentError(f"mode is {mode!r}, wanted one of {', '.join(MODES)} (a mix of both is not supported: make one layer per group)")
+        raise ArgumentError(f"mode is {mode!r}, wanted one of {', '.join(MODES)} (a mix of both is not supported: make one layer "
+                            "per group)")
     check_count("num_experts", num_experts)
     check_count("top_k", top_k, most=min(MAX_TOP_K, num_experts))
     check_width("hidden_size", hidden_size)

@@ -163,7 +163,8 @@ def run_any(rank: int, world: int, case: LayerCase, sizes: tuple[int, int, int],
     for epoch, all_ids in enumerate(ids):
         hidden, _, weights = case.inputs(epoch, world, rank)
         stride = max(case.counts[epoch])
-        mine = torch.tensor(all_ids, dtype=torch.int64).reshape(-1, case.top_k)[rank * stride:rank * stride + case.counts[epoch][rank]]
+        first = rank * stride
+        mine = torch.tensor(all_ids, dtype=torch.int64).reshape(-1, case.top_k)[first:first + case.counts[epoch][rank]]
         if world > 1:
             dist.barrier()
         poison(layer)

@@ -36,8 +36,9 @@ class LayerCase:
 
     def layer(self, group: Any = None, **options: Any) -> MoELayer:
         """The layer, with this rank's weights loaded."""
-        layer = MoELayer(group, num_experts=self.num_experts, top_k=self.top_k, hidden_size=self.hidden, intermediate_size=self.inter,
-                         max_tokens_per_rank=self.max_tokens, dtype=self.dtype, **{**self.options, **options})
+        layer = MoELayer(group, num_experts=self.num_experts, top_k=self.top_k, hidden_size=self.hidden,
+                         intermediate_size=self.inter, max_tokens_per_rank=self.max_tokens, dtype=self.dtype,
+                         **{**self.options, **options})
         layer.load_weights(*shard_weights(*self.weights(), mode=layer.mode, world=layer.group.world, rank=layer.group.rank))
         return layer
 

@@ -34,7 +34,8 @@ class RanksFailed(AssertionError):
 
 def segments_of(pids: list[int]) -> list[str]:
     """Names in /dev/shm that these processes made."""
-    return [path.name for path in SHM_DIR.glob(f"{PREFIX}.*") if path.name.split(".")[2:3] and path.name.split(".")[2] in map(str, pids)]
+    wanted = {str(pid) for pid in pids}
+    return [path.name for path in SHM_DIR.glob(f"{PREFIX}.*.*.*.*") if path.name.split(".")[2] in wanted]
 
 
 def leftovers() -> list[str]:
@@ -60,7 +61,7 @@ def gone(pid: int) -> bool:
 
 @contextmanager
 def rank_environment(folder: Path) -> Iterator[None]:
-    """The environment in which ranks start: none of the caller's moe_tk variables, wait records in `folder`, short set-up limits."""
+    """The environment in which ranks start: none of the caller's moe_tk variables, records in `folder`, a short set-up limit."""
     before = dict(os.environ)
     for name in [name for name in os.environ if name.startswith("MOE_TK_") and name not in KEPT]:
         del os.environ[name]

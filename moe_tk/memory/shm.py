@@ -82,8 +82,9 @@ class ShmHeap:
             os.posix_fallocate(fd, 0, self.size)
         except OSError as error:
             stat = os.statvfs(SHM_DIR)
-            raise CapacityError(f"{self.size / 2**20:.1f} MiB in {SHM_DIR}: {error.strerror} ({stat.f_bavail * stat.f_frsize / 2**20:.0f} "
-                                "MiB free; lower max_tokens_per_rank or enlarge it, in a container with --shm-size)") from error
+            raise CapacityError(f"{self.size / 2**20:.1f} MiB in {SHM_DIR}: {error.strerror} "
+                                f"({stat.f_bavail * stat.f_frsize / 2**20:.0f} MiB free; lower max_tokens_per_rank or enlarge it, "
+                                "in a container with --shm-size)") from error
 
     @staticmethod
     def _check_offers(offers: list[tuple[str, int, str]]) -> None:

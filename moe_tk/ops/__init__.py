@@ -2,7 +2,8 @@
 
 group is a ProcessGroup, a one-dimensional DeviceMesh or None (the default group, or this process alone). Bad arguments on
 one rank raise ArgumentError there and PeerRefused on the others; a rank that does not come gives ProtocolTimeout after
-timeout_s (default MOE_TK_TIMEOUT_S), one that died PeerLost. Forward only.
+timeout_s (default MOE_TK_TIMEOUT_S), one that died PeerLost; the ops of that group refuse calls from then on, until
+release_ops_memory() has been called on every rank. Forward only.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_tk.group import resolve_group
 from moe_tk.ops import functional
@@ -27,16 +29,28 @@ def _compiling() -> bool:
     return torch.compiler.is_compiling()
 
 
+@torch.compiler.assume_constant_result
+def _default_group() -> str:
+    """Name of the default group: looked up once, when a function that calls an op is compiled."""
+    return resolve_group(None).name
+
+
+def _name_of(group: Any) -> str:
+    """Name of a group, by means that torch.compile can trace."""
+    if group is None:
+        return _default_group()
+    return (group.get_group() if isinstance(group, DeviceMesh) else group).group_name
+
+
 def ag_gemm(x: Tensor, weight: Tensor, *, group: Any = None, timeout_s: float | None = None) -> Tensor:
     """all_gather(x) @ weight.T, computed row block by row block as rows arrive.
 
     x [T, H] bfloat16 or float32, T equal on all ranks, H a multiple of 8; weight [N, H] of this rank. Returns [world * T, N],
     rank r's rows at r * T.
     """
-    ranks = resolve_group(group)
     if _compiling():
-        return torch.ops.moe_tk.ag_gemm(x, weight, ranks.name, timeout_s)
-    return functional.ag_gemm(x, weight, ranks, timeout_s)
+        return torch.ops.moe_tk.ag_gemm(x, weight, _name_of(group), timeout_s)
+    return functional.ag_gemm(x, weight, resolve_group(group), timeout_s)
 
 
 def gemm_rs(x: Tensor, weight: Tensor, *, group: Any = None, timeout_s: float | None = None) -> Tensor:
@@ -45,15 +59,15 @@ def gemm_rs(x: Tensor, weight: Tensor, *, group: Any = None, timeout_s: float | 
     x [M, K] and weight [N, K]: this rank's part of K (parts may differ in width, from 1); M equal on all ranks and a multiple of
     world, N a multiple of 8. Returns rows rank * M / world ... of the sum, [M / world, N].
     """
-    ranks = resolve_group(group)
     if _compiling():
-        return torch.ops.moe_tk.gemm_rs(x, weight, ranks.name, timeout_s)
-    return functional.gemm_rs(x, weight, ranks, timeout_s)
+        return torch.ops.moe_tk.gemm_rs(x, weight, _name_of(group), timeout_s)
+    return functional.gemm_rs(x, weight, resolve_group(group), timeout_s)
 
 
 def dispatch_gemm(hidden_states: Tensor, topk_ids: Tensor, w13: Tensor, *, num_experts: int, topk_weights: Tensor | None = None,
-                  mode: str = "ep", tokens_per_rank: int | None = None, activation: str = "swiglu", swiglu_limit: float | None = None,
-                  group: Any = None, timeout_s: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
+                  mode: str = "ep", tokens_per_rank: int | None = None, activation: str = "swiglu",
+                  swiglu_limit: float | None = None, group: Any = None,
+                  timeout_s: float | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Gathers the rows that this rank's experts want and runs Linear 1 with its activation on each row block as it arrives.
 
     hidden_states [T, H]; topk_ids [T, k], -1 and ids >= num_experts are skipped; w13 [E_local, 2I, H], gate rows first.
@@ -62,13 +76,12 @@ def dispatch_gemm(hidden_states: Tensor, topk_ids: Tensor, w13: Tensor, *, num_e
     Returns (activated [rows, I] in slot order, zero where no pair is; expert_offsets [E_local + 1] first slot of each
     expert; slots [world * tokens_per_rank, k] slot of each pair or -1). rows covers any routing.
     """
-    ranks = resolve_group(group)
     if _compiling():
         return torch.ops.moe_tk.dispatch_gemm(hidden_states, topk_ids, topk_weights, w13, num_experts, mode, tokens_per_rank,
-                                              activation, swiglu_limit, ranks.name, timeout_s)
+                                              activation, swiglu_limit, _name_of(group), timeout_s)
     return functional.dispatch_gemm(hidden_states, topk_ids, topk_weights, w13, num_experts=num_experts, mode=mode,
-                                    tokens_per_rank=tokens_per_rank, activation=activation, swiglu_limit=swiglu_limit, group=ranks,
-                                    timeout_s=timeout_s)
+                                    tokens_per_rank=tokens_per_rank, activation=activation, swiglu_limit=swiglu_limit,
+                                    group=resolve_group(group), timeout_s=timeout_s)
 
 
 def gemm_combine(activated: Tensor, topk_ids: Tensor, w2: Tensor, *, num_experts: int, topk_weights: Tensor | None = None,
@@ -78,22 +91,20 @@ def gemm_combine(activated: Tensor, topk_ids: Tensor, w2: Tensor, *, num_experts
     activated [rows, I] as dispatch_gemm of the same topk_ids returned it; w2 [E_local, H, I]. topk_weights [T, k] given: they
     multiply the experts' outputs. Returns [T, H].
     """
-    ranks = resolve_group(group)
     if _compiling():
         return torch.ops.moe_tk.gemm_combine(activated, topk_ids, topk_weights, w2, num_experts, mode, tokens_per_rank,
-                                             ranks.name, timeout_s)
+                                             _name_of(group), timeout_s)
     return functional.gemm_combine(activated, topk_ids, topk_weights, w2, num_experts=num_experts, mode=mode,
-                                   tokens_per_rank=tokens_per_rank, group=ranks, timeout_s=timeout_s)
+                                   tokens_per_rank=tokens_per_rank, group=resolve_group(group), timeout_s=timeout_s)
 
 
 def mega_moe(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: Tensor, w2: Tensor, *, num_experts: int,
              mode: str = "ep", activation: str = "swiglu", swiglu_limit: float | None = None, weight_position: str = "before_l2",
              group: Any = None, timeout_s: float | None = None) -> Tensor:
     """The whole layer in one launch; arguments as in MoELayer, weights of this rank given with each call. Returns [T, H]."""
-    ranks = resolve_group(group)
     if _compiling():
         return torch.ops.moe_tk.mega_moe(hidden_states, topk_ids, topk_weights, w13, w2, num_experts, mode, activation,
-                                         swiglu_limit, weight_position, ranks.name, timeout_s)
+                                         swiglu_limit, weight_position, _name_of(group), timeout_s)
     return functional.mega_moe(hidden_states, topk_ids, topk_weights, w13, w2, num_experts=num_experts, mode=mode,
-                               activation=activation, swiglu_limit=swiglu_limit, weight_position=weight_position, group=ranks,
-                               timeout_s=timeout_s)
+                               activation=activation, swiglu_limit=swiglu_limit, weight_position=weight_position,
+                               group=resolve_group(group), timeout_s=timeout_s)

@@ -41,13 +41,14 @@ def _equal_tokens(op: str, counts: list[int], remedy: str) -> None:
         raise ArgumentError(f"{op}: ranks have {', '.join(map(str, counts))} rows, wanted the same number on all: {remedy}")
 
 
-def _dense_session(group: RankGroup, agreement: Agreement, *, hidden: int, columns: int, dtype: torch.dtype, gathers: bool) -> Session:
+def _dense_session(group: RankGroup, agreement: Agreement, *, hidden: int, columns: int, dtype: torch.dtype,
+                   gathers: bool) -> Session:
     """One expert that every rank wants all rows of: the dense patterns are this case of the same kernels."""
 
     def make(most: int) -> Geometry:
-        return Geometry(world=group.world, max_tokens=most, top_k=1, num_experts=1, num_local_experts=1, hidden=hidden if gathers else 8,
-                        intermediate=columns if gathers else hidden, out_width=0 if gathers else columns, dtype=_name(dtype), mode="tp",
-                        gathers=gathers, scatters=not gathers)
+        return Geometry(world=group.world, max_tokens=most, top_k=1, num_experts=1, num_local_experts=1,
+                        hidden=hidden if gathers else 8, intermediate=columns if gathers else hidden,
+                        out_width=0 if gathers else columns, dtype=_name(dtype), mode="tp", gathers=gathers, scatters=not gathers)
 
     return data_session(group, make, agreement, agreement.tokens[0])
 
@@ -90,8 +91,8 @@ def gemm_rs(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None
         check_width("weight.size(0)", w.shape[0])
         if rows.shape[0] % group.world:
             below = rows.shape[0] // group.world * group.world
-            raise ArgumentError(f"x has {rows.shape[0]} rows, wanted a multiple of world={group.world}; the nearest valid numbers are "
-                                f"{below} and {below + group.world}")
+            raise ArgumentError(f"x has {rows.shape[0]} rows, wanted a multiple of world={group.world}; the nearest valid numbers "
+                                f"are {below} and {below + group.world}")
         return Request(rows.shape[0] // group.world, rows.shape[1], (w.shape[0], _name(rows.dtype)),
                        (as_contiguous("x", rows), as_contiguous("weight", w)))
 
@@ -116,8 +117,8 @@ def routed_rows(*, world: int, rank: int, tokens_per_rank: int, top_k: int, num_
     return (-(-(world * tokens_per_rank * top_k) // row_block) + local) * row_block
 
 
-def _routed_session(group: RankGroup, agreement: Agreement, *, hidden: int, intermediate: int, top_k: int, num_experts: int, mode: str,
-                    dtype: torch.dtype, most_tokens: int, plan: Plan, segments: int, side: str) -> Session:
+def _routed_session(group: RankGroup, agreement: Agreement, *, hidden: int, intermediate: int, top_k: int, num_experts: int,
+                    mode: str, dtype: torch.dtype, most_tokens: int, plan: Plan, segments: int, side: str) -> Session:
     _, local = local_experts(num_experts, group.world, group.rank, mode)
 
     def make(most: int) -> Geometry:
@@ -136,15 +137,16 @@ def _check_hidden(hidden_states: Any) -> Tensor:
     return as_contiguous("hidden_states", hidden)
 
 
-def _check_ids(topk_ids: Any, topk_weights: Any, tokens: int | None, num_experts: int, group: RankGroup) -> tuple[Tensor, Tensor | None]:
+def _check_ids(topk_ids: Any, topk_weights: Any, tokens: int | None, num_experts: int,
+               group: RankGroup) -> tuple[Tensor, Tensor | None]:
     """Routing of `tokens` tokens (None: any number) with any k; weights may be None (all ones)."""
     check_count("num_experts", num_experts)
     known = isinstance(topk_ids, Tensor) and topk_ids.dim() == 2
     if known:
         check_count("topk_ids.size(1)", topk_ids.shape[1], most=min(MAX_TOP_K, num_experts))
     given = torch.ones(topk_ids.shape, dtype=torch.float32, device="cpu") if known and topk_weights is None else topk_weights
-    ids, weights = check_routing(topk_ids, given, num_tokens=tokens, top_k=topk_ids.shape[1] if known else None, num_experts=num_experts,
-                                 rank=group.rank)
+    ids, weights = check_routing(topk_ids, given, num_tokens=tokens, top_k=topk_ids.shape[1] if known else None,
+                                 num_experts=num_experts, rank=group.rank)
     return ids, None if topk_weights is None else weights
 
 
@@ -156,7 +158,8 @@ def _check_first(w13: Any, *, dtype: torch.dtype, hidden: int, num_experts: int,
     return as_contiguous("w13", w13)
 
 
-def _check_second(w2: Any, *, dtype: torch.dtype, hidden: int | None, inter: int, num_experts: int, mode: str, group: RankGroup) -> Tensor:
+def _check_second(w2: Any, *, dtype: torch.dtype, hidden: int | None, inter: int, num_experts: int, mode: str,
+                  group: RankGroup) -> Tensor:
     _, local = local_experts(num_experts, group.world, group.rank, mode)
     check_tensor("w2", w2, dtypes=(dtype,), shape=(local, hidden, inter), layout="[E_local, H, I]")
     check_width("w2.size(1)", w2.shape[1])
@@ -223,10 +226,11 @@ def gemm_combine(activated: Tensor, topk_ids: Tensor, topk_weights: Tensor | Non
         rows = check_tensor("activated", activated, dtypes=COMPUTE_DTYPES, shape=(None, None), layout="[rows, I]")
         check_count("activated.size(1)", rows.shape[1])
         ids, weights = _check_ids(topk_ids, topk_weights, None, num_experts, group)
-        second = _check_second(w2, dtype=rows.dtype, hidden=None, inter=rows.shape[1], num_experts=num_experts, mode=mode, group=group)
+        second = _check_second(w2, dtype=rows.dtype, hidden=None, inter=rows.shape[1], num_experts=num_experts, mode=mode,
+                               group=group)
         stride = ids.shape[0] if tokens_per_rank is None else check_count("tokens_per_rank", tokens_per_rank, least=0)
-        wanted = routed_rows(world=group.world, rank=group.rank, tokens_per_rank=stride, top_k=ids.shape[1], num_experts=num_experts,
-                             mode=mode, row_block=ROW_BLOCK)
+        wanted = routed_rows(world=group.world, rank=group.rank, tokens_per_rank=stride, top_k=ids.shape[1],
+                             num_experts=num_experts, mode=mode, row_block=ROW_BLOCK)
         if rows.shape[0] < wanted:
             raise ArgumentError(f"activated has {rows.shape[0]} rows, wanted at least {wanted}: the output of dispatch_gemm")
         shape = (second.shape[1], ids.shape[1], _name(rows.dtype), num_experts, mode, tokens_per_rank, weights is None)

@@ -64,7 +64,8 @@ def dispatch_gemm(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor 
 
 
 @dispatch_gemm.register_fake
-def _(hidden_states, topk_ids, topk_weights, w13, num_experts, mode, tokens_per_rank, activation, swiglu_limit, group, timeout_s=None):
+def _(hidden_states, topk_ids, topk_weights, w13, num_experts, mode, tokens_per_rank, activation, swiglu_limit, group,
+      timeout_s=None):
     ranks = group_by_name(group)
     stride = hidden_states.shape[0] if tokens_per_rank is None else tokens_per_rank
     rows = functional.routed_rows(world=ranks.world, rank=ranks.rank, tokens_per_rank=stride, top_k=topk_ids.shape[1],
@@ -89,7 +90,8 @@ def _(activated, topk_ids, topk_weights, w2, num_experts, mode, tokens_per_rank,
 
 @custom_op("moe_tk::mega_moe", mutates_args=())
 def mega_moe(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: Tensor, w2: Tensor, num_experts: int, mode: str,
-             activation: str, swiglu_limit: float | None, weight_position: str, group: str, timeout_s: float | None = None) -> Tensor:
+             activation: str, swiglu_limit: float | None, weight_position: str, group: str,
+             timeout_s: float | None = None) -> Tensor:
     """functional.mega_moe"""
     return functional.mega_moe(hidden_states, topk_ids, topk_weights, w13, w2, num_experts=num_experts, mode=mode,
                                activation=activation, swiglu_limit=swiglu_limit, weight_position=weight_position,
@@ -97,7 +99,8 @@ def mega_moe(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13:
 
 
 @mega_moe.register_fake
-def _(hidden_states, topk_ids, topk_weights, w13, w2, num_experts, mode, activation, swiglu_limit, weight_position, group, timeout_s=None):
+def _(hidden_states, topk_ids, topk_weights, w13, w2, num_experts, mode, activation, swiglu_limit, weight_position, group,
+      timeout_s=None):
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
 
 

@@ -78,8 +78,8 @@ def agree(group: RankGroup, op: str, check: Callable[[], Request], *, timeout_s:
         seconds = seconds if timeout_s is None else check_positive("timeout_s", timeout_s, "seconds")
         failed = [session.poisoned for session in sessions.values() if session.poisoned]
         if failed:
-            raise MoETkError(f"{op}: the ops of this group are unusable since an earlier one failed: {failed[0]} To start anew, call "
-                             "moe_tk.ops.release_ops_memory() on every rank.")
+            raise MoETkError(f"{op}: the ops of this group are unusable since an earlier one failed: {failed[0]} To start anew, "
+                             "call moe_tk.ops.release_ops_memory() on every rank.")
         request = check()
     except Exception as error:  # whatever keeps this rank from taking part, the others must hear of it
         problem = error

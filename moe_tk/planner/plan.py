@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moe_tk.config import env
-from moe_tk.errors import ArgumentTypeError, TopologyError
+from moe_tk.errors import ArgumentTypeError
 from moe_tk.sizes import check_count, check_one_of
+from moe_tk.topology.verdict import decide_cpu
 
 PATTERNS = ("auto", "mega", "two_kernel", "serial")
-PROTOCOLS = ("auto", "nvlink", "pcie", "staged", "shm")
 ROW_BLOCK = 32
 COLUMN_BLOCK = 64
 JOB_CHUNK = 32
@@ -58,19 +57,10 @@ def choose_pattern(pattern: str, reasons: list[str]) -> str:
 
 
 def choose_protocol(protocol: str, reasons: list[str]) -> str:
-    """The protocol of the CPU back end: shm, unless the caller or MOE_TK_PROTOCOL insists on one that needs GPUs."""
-    check_one_of("protocol", protocol, PROTOCOLS)
-    forced = env("MOE_TK_PROTOCOL")
-    if protocol == "auto" and forced:
-        protocol = check_one_of("MOE_TK_PROTOCOL", forced, PROTOCOLS)
-        reasons.append(f"protocol {protocol}: set by MOE_TK_PROTOCOL")
-    if protocol == "auto":
-        reasons.append("protocol shm: the tensors of this layer are on the CPU")
-        return "shm"
-    if protocol != "shm":
-        raise TopologyError(f"protocol {protocol!r} moves data between GPUs, but this layer runs on the CPU back end: "
-                            "use protocol='shm' or 'auto'")
-    return protocol
+    """The protocol of a layer on the CPU back end: the topology's verdict, which minds the argument and MOE_TK_PROTOCOL."""
+    verdict = decide_cpu(protocol).require()
+    reasons.append(f"protocol {verdict.protocol}: {verdict.text}")
+    return verdict.protocol
 
 
 def make_plan(*, pattern: str, protocol: str, max_tokens: int, cores: int, world: int, segments: int | None = None,

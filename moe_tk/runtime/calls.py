@@ -56,7 +56,8 @@ def signature_of(*parts: object) -> int:
 class OpenCall:
     """A call between its exchange and its last launch: holds what the launches share."""
 
-    def __init__(self, session: Session, options: CallOptions, counts: list[int], tables: Tables, pair_weights: Tensor | None) -> None:
+    def __init__(self, session: Session, options: CallOptions, counts: list[int], tables: Tables,
+                 pair_weights: Tensor | None) -> None:
         self.session, self.options, self.counts, self.tables = session, options, counts, tables
         self.pair_weights = pair_weights
         self.positions = delivery_positions(tables)
@@ -66,7 +67,8 @@ class OpenCall:
     def num_tokens(self) -> int:
         return self.counts[self.session.group.rank]
 
-    def launch(self, pattern: str, tasks: Tensor, buffers: Buffers, *, dtype: torch.dtype, closes_call: bool, ring_blocks: int) -> None:
+    def launch(self, pattern: str, tasks: Tensor, buffers: Buffers, *, dtype: torch.dtype, closes_call: bool,
+               ring_blocks: int) -> None:
         """Runs one persistent launch; raises ProtocolTimeout or PeerLost when a wait failed."""
         options, session = self.options, self.session
         buffers.pair_weights = self.pair_weights

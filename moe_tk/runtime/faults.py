@@ -79,6 +79,10 @@ def error_from(records: list[dict], *, op: str, rank: int, dead: set[int], timeo
     if raised:
         return ProtocolTimeout(f"{op}: {_ranks(raised)} raised an exception in the middle of the call, or its program ended "
                                f"there. {chain}. Read the traceback of {_ranks(raised)}; this layer is unusable.", records)
+    stuck = [record["rank"] for record in records if record["kind"] == "timeout"]
+    if not culprits and stuck:
+        return ProtocolTimeout(f"{op}: no rank is missing, but the blocks of {_ranks(stuck)} stood still. {chain}. The machine is "
+                               "far too busy, or this is an error of moe_tk: please report it. The layer is unusable now.", records)
     missing = _ranks(culprits) if culprits else "nobody"
     return ProtocolTimeout(f"{op}: missing {missing}. {chain}. Did {missing} make the same call, and is it alive? If it is only "
                            f"slow, raise timeout_s (now {timeout_s:g}) or MOE_TK_TIMEOUT_S; this layer is unusable now.", records)

@@ -3,10 +3,14 @@ under torchrun the ranks are there already."""
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import multiprocessing.connection
 import os
+import select
+import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -15,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from moe_tk.errors import MoETkError
+from moe_tk.liveness import ProcessName, own_process
 
 PRELOAD = ("torch", "moe_tk.layer", "moe_tk.ops")  # imported once by the fork server, not once per rank
 
@@ -32,8 +37,18 @@ class Outcome:
     exit_code: int | None = None
 
 
-def _rank_main(connection: Any, target: Callable, rank: int, world: int, store: str, timeout_s: float, environment: dict[str, str],
-               args: tuple) -> None:
+def _end_with(launcher: ProcessName) -> None:
+    """Kills this process when the one that launched it is gone: its parent is the fork server, which may outlive both."""
+    with contextlib.suppress(ProcessLookupError):
+        pidfd = os.pidfd_open(launcher.pid)
+        while not launcher.gone:
+            select.select([pidfd], [], [], 1.0)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _rank_main(connection: Any, target: Callable, rank: int, world: int, store: str, timeout_s: float, launcher: ProcessName,
+               environment: dict[str, str], args: tuple) -> None:
+    threading.Thread(target=_end_with, args=(launcher,), name="watch of the launcher", daemon=True).start()
     os.environ.clear()  # the fork server's is the one of its start
     os.environ.update(environment)
     import torch
@@ -55,7 +70,8 @@ def _rank_main(connection: Any, target: Callable, rank: int, world: int, store: 
 
 
 class RankProcesses:
-    """`world` processes that run target(rank, world, *args). Use as a context manager: leaving it kills what is left."""
+    """`world` processes that run target(rank, world, *args). Use as a context manager: leaving it kills what is left. They end
+    with this process, also when it is killed."""
 
     def __init__(self, world: int, target: Callable, *args: Any, timeout_s: float = 120.0) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -63,14 +79,22 @@ class RankProcesses:
         self.world, self.deadline, self.timeout_s = world, time.monotonic() + timeout_s, timeout_s
         self._folder = tempfile.TemporaryDirectory(prefix="moe_tk_store_")
         self._pipes, self.processes, self._messages = [], [], {}
-        for rank in range(world):
-            receive, send = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, name=f"rank {rank}", daemon=True,
-                                      args=(send, target, rank, world, f"{self._folder.name}/store", timeout_s, dict(os.environ), args))
-            process.start()
-            send.close()
-            self._pipes.append(receive)
-            self.processes.append(process)
+        try:
+            for rank in range(world):
+                self._start(context, rank, target, args)
+        except BaseException:
+            self.__exit__()
+            raise
+
+    def _start(self, context: Any, rank: int, target: Callable, args: tuple) -> None:
+        receive, send = context.Pipe(duplex=False)
+        process = context.Process(target=_rank_main, name=f"rank {rank}", daemon=True,
+                                  args=(send, target, rank, self.world, f"{self._folder.name}/store", self.timeout_s, own_process(),
+                                        dict(os.environ), args))
+        process.start()
+        send.close()
+        self._pipes.append(receive)
+        self.processes.append(process)
 
     def __enter__(self) -> RankProcesses:
         return self
@@ -90,7 +114,7 @@ class RankProcesses:
             for rank in [r for r, pipe in waiting.items() if pipe in ready]:
                 try:
                     self._messages[rank] = waiting[rank].recv()
-                except EOFError:
+                except (EOFError, OSError):  # it died, perhaps in the middle of its message
                     self._messages[rank] = ("error", None)
                 del waiting[rank]
         for rank in waiting:

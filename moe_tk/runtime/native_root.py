@@ -1,8 +1,9 @@
 """Where the C++ and CUDA sources are, and which modules they make.
 
 Convention: `tk_kernels/bindings/X_module.cpp` is the host module `moe_tk_X`, and `tk_kernels/bindings/Y_module.cu`
-is the CUDA module `moe_tk_Y`. A new binding needs no entry in a list. A module of several sources names the others, relative
-to the native root, in comment lines `// with: PATH PATH` of its binding; they are compiled side by side.
+is the CUDA module `moe_tk_Y`. A module of several sources names the others, relative to the native root, in comment lines
+`// with: PATH PATH` of its binding; they are compiled side by side. All of `tk_kernels/probe/*.cu` make one CUDA module,
+`moe_tk_probe`, which the doctor loads. A new binding needs no entry in a list.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 
 from moe_tk.errors import BuildError
 
+PROBE_MODULE = "moe_tk_probe"
 NATIVE_FOLDERS = ("tk_kernels", "thunderkittens")
 _IGNORED_SUFFIXES = frozenset({".md", ".o", ".so", ".pyc"})
 
@@ -46,13 +48,17 @@ def native_root() -> Path:
 
 def native_modules(root: Path | None = None) -> list[NativeModule]:
     """All modules that the sources under `root` (default: native_root()) make, sorted by name."""
-    bindings = (root or native_root()) / "tk_kernels" / "bindings"
+    root = root or native_root()
+    bindings = root / "tk_kernels" / "bindings"
     kinds = {".cpp": "host", ".cu": "cuda"}
     modules = [
         NativeModule(name=f"moe_tk_{path.stem.removesuffix('_module')}", kind=kinds[path.suffix],
                      sources=(f"tk_kernels/bindings/{path.name}", *_companions(path)))
         for path in bindings.glob("*_module.*") if path.suffix in kinds
     ]
+    probes = sorted((root / "tk_kernels" / "probe").glob("*.cu"))
+    if probes:
+        modules.append(NativeModule(PROBE_MODULE, "cuda", tuple(f"tk_kernels/probe/{path.name}" for path in probes)))
     return sorted(modules, key=lambda module: module.name)
 
 

@@ -118,7 +118,8 @@ class Session:
         """The error that the headers of all ranks amount to; the same on every rank that did not refuse."""
         for rank, (_, _, _, _, refused, text) in enumerate(headers):
             if refused:
-                return PeerRefused(f"{header.op}: rank {rank} refused this call: {text}. Nothing was computed; all ranks may go on.")
+                return PeerRefused(f"{header.op}: rank {rank} refused this call: {text}. Nothing was computed; all ranks may go "
+                                   "on.")
         for rank, (_, signature, op, layer, _, _) in enumerate(headers):
             if (signature, op, layer) != headers[0][1:4]:
                 mine, theirs = self._describe(headers[0]), self._describe(headers[rank])
@@ -178,7 +179,8 @@ class Session:
         self._lock.release()
 
     def close(self) -> None:
-        """Ends the watch and gives the memory up, unless a call is in flight. Not a collective; the session is unusable afterwards."""
+        """Ends the watch and gives the memory up, unless a call is in flight. Not a collective; the session is unusable
+        afterwards."""
         self.poisoned = self.poisoned or "it was closed"
         self.watch.close()
         self._closed = True

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 
@@ -193,11 +194,53 @@ def test_a_death_before_the_watch_begins_is_seen(tmp_path):
     assert values(outcomes[:1]) == ["[1] {1} []"]
 
 
+def wait_long(rank: int, world: int, board_path: str) -> None:
+    Board(board_path, world).stamp(rank, READY)
+    time.sleep(60)
+
+
+LAUNCHING = """
+    import sys
+    from moe_tk.runtime.launcher import RankProcesses
+    from test_faults_death import wait_long
+    if __name__ == "__main__":
+        with RankProcesses(2, wait_long, sys.argv[1]) as ranks:
+            print(*(process.pid for process in ranks.processes), flush=True)
+            ranks.outcomes()
+"""
+
+
+def in_new_python(text: str, *arguments: str, folder: Path) -> subprocess.Popen:
+    """A Python process that runs `text` and can import this folder and the package."""
+    here = Path(__file__).parent
+    script = folder / "script.py"
+    script.write_text(textwrap.dedent(text))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}
+    return subprocess.Popen([sys.executable, str(script), *arguments], env=environment, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True)
+
+
+def test_ranks_end_with_their_launcher(tmp_path):
+    """A launcher that is killed cannot clean up; its ranks must not stay."""
+    board = Board(tmp_path / "board", 2, create=True)
+    launcher = in_new_python(LAUNCHING, str(tmp_path / "board"), folder=tmp_path)
+    try:
+        pids = [int(word) for word in launcher.stdout.readline().split()]
+        assert all(board.wait(rank, READY, time.monotonic() + 60) for rank in range(2))
+    finally:
+        launcher.kill()
+    launcher.wait()
+    until = time.monotonic() + 10
+    while leftovers(pids) and time.monotonic() < until:
+        time.sleep(0.05)
+    assert leftovers(pids) == []
+
+
 EXITING = """
     import os, sys, threading, time
     import torch, torch.distributed as dist
     from fault_lab import Board, STRUCK, READY, checked_call, failure_of, inputs, make_layer
-    rank, folder, how = int(sys.argv[1]), sys.argv[2], sys.argv[3]
+    rank, folder = int(sys.argv[1]), sys.argv[2]
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", store=dist.FileStore(folder + "/store", 2), rank=rank, world_size=2)
     board, wrong = Board(folder + "/board", 2), []
@@ -207,9 +250,6 @@ EXITING = """
         threading.Thread(target=lambda: layer(*inputs(rank, 1)), daemon=True).start()
         time.sleep(0.3)
         board.stamp(1, STRUCK)
-        if how == "thread":
-            threading.Thread(target=os._exit, args=(3,)).start()
-            time.sleep(10)
         sys.exit(3)
     board.wait(1, STRUCK, time.monotonic() + 30)
     time.sleep(0.3)
@@ -218,14 +258,31 @@ EXITING = """
 """
 
 
-@pytest.mark.parametrize("how", ["main", "thread"])
-def test_interpreter_exit_in_the_middle(tmp_path, how):
-    """sys.exit and os._exit while a call waits in another thread: the end is clean, and no hang for the other rank."""
+def exit_from_a_thread(rank: int, world: int, board_path: str) -> tuple[str, float]:
+    board, wrong = Board(board_path, world), []
+    layer = make_layer()
+    checked_call(layer, inputs(rank, 0), wrong)
+    if rank == 1:
+        threading.Thread(target=lambda: (time.sleep(0.3), board.stamp(1, STRUCK), os._exit(3))).start()
+        layer(*inputs(rank, 1))
+    board.wait(1, STRUCK, time.monotonic() + 30)
+    time.sleep(0.1)
+    kind, text, at = failure_of(lambda: layer(*inputs(rank, 1)))
+    assert kind == "PeerLost" and "rank 1 died" in text and wrong == []
+    return text, at - board.at(1, STRUCK)
+
+
+def test_os_exit_in_the_middle(tmp_path):
+    """os._exit while a call waits in another thread: nobody is told by the one that leaves."""
+    outcomes = run_ranks(2, exit_from_a_thread, folder=tmp_path)
+    assert outcomes[1].exit_code == 3
+    assert values(outcomes[:1])[0][1] < DEATH_LIMIT_S
+
+
+def test_interpreter_exit_in_the_middle(tmp_path):
+    """sys.exit while a call waits in another thread: the end is clean, and no hang for the other rank."""
     Board(tmp_path / "board", 2, create=True)
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here), str(here.parents[1])])}
-    processes = [subprocess.Popen([sys.executable, "-c", textwrap.dedent(EXITING), str(rank), str(tmp_path), how], env=environment,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(2)]
+    processes = [in_new_python(EXITING, str(rank), str(tmp_path), folder=tmp_path) for rank in range(2)]
     try:
         processes[1].wait(timeout=60)
         ended = time.monotonic()
@@ -235,7 +292,7 @@ def test_interpreter_exit_in_the_middle(tmp_path, how):
             process.kill()
     assert processes[1].returncode == 3, said[1]
     kind, moment, wrong = said[0].split()[:3]
-    assert kind == "PeerLost" or (kind == "ProtocolTimeout" and how == "main" and "its program ended" in said[0]), said[0]
+    assert kind == "PeerLost" or (kind == "ProtocolTimeout" and "its program ended" in said[0]), said[0]
     assert wrong == "[]" and "rank 1" in said[0], said[0]
     assert float(moment) - ended < DEATH_LIMIT_S
     assert "terminate" not in said[1] and "Fatal" not in said[1], said[1]

@@ -78,7 +78,7 @@ def chain(rank: int, world: int, board_path: str) -> tuple[str, str]:
     checked_call(layer, inputs(rank, 0), wrong)
     if rank == 2:
         arm("stop", "dispatch", 1, seconds=0, stamp=board.address(rank, STRUCK))
-    arguments = routed_to(3 if rank == 3 else 1, world, tokens=0 if rank == 1 else 32)
+    arguments = routed_to(3 if rank == 3 else 1, world, tokens=0 if rank == 1 else 24)  # 48 rows: one row block is of both
     kind, text, _ = failure_of(lambda: layer(*arguments))
     if rank == 3 and not kind:  # its own call may be over before the others give up
         kind, text, _ = failure_of(lambda: layer(*arguments))

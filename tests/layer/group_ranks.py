@@ -85,7 +85,7 @@ def rebuild_group(rank: int, world: int, case: LayerCase, folder: str, lives: in
 
 def subgroups_that_come_and_go(rank: int, world: int) -> int:
     """Ops on a new group each time, which is destroyed after: how many mapped segments the last one finds."""
-    for turn in range(4):
+    for _ in range(4):
         group = dist.new_group([0, 1])
         assert moe_tk.ops.ag_gemm(torch.ones(2, 8), torch.eye(8), group=group).shape == (4, 8)
         maps = Path("/proc/self/maps").read_text().count("/dev/shm/moe_tk.")

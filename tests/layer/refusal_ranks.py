@@ -70,8 +70,8 @@ def overflow(rank: int, world: int, case: LayerCase, counts: tuple[int, ...]) ->
     before = digest(call_and_check(layer, case, 0))
     loads = layer.expert_load.clone()
     tokens = counts[rank]
-    told = attempt(lambda: layer(torch.zeros(tokens, case.hidden, dtype=case.dtype), torch.zeros(tokens, case.top_k, dtype=torch.int32),
-                                 torch.ones(tokens, case.top_k)))
+    told = attempt(lambda: layer(torch.zeros(tokens, case.hidden, dtype=case.dtype),
+                                 torch.zeros(tokens, case.top_k, dtype=torch.int32), torch.ones(tokens, case.top_k)))
     assert layer.expert_load.equal(loads), "a call that was refused is counted"
     assert digest(call_and_check(layer, case, 0)) == before
     return told
@@ -96,7 +96,8 @@ def call_in_other_order(rank: int, world: int, case: LayerCase, other: LayerCase
     return told
 
 
-def never_comes(rank: int, world: int, case: LayerCase, absent: list[int], timeout_s: float, *, calls_before: int = 1) -> list[Told]:
+def never_comes(rank: int, world: int, case: LayerCase, absent: list[int], timeout_s: float, *,
+                calls_before: int = 1) -> list[Told]:
     """Ranks `absent` do not make the last call. What the others are told, and what the next call on the layer says then."""
     layer = case.layer(timeout_s=timeout_s)
     for _ in range(calls_before):

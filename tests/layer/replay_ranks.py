@@ -156,7 +156,7 @@ def cross_the_wrap(rank: int, world: int, case: LayerCase, start: int) -> int:
     for name in ("posted", "done", "sent", "combined"):
         item = workspace._symmetric[name]
         workspace.heap.tensor(rank, item.offset, (item.bytes // 4,), torch.int32).fill_(near)
-    for name, item in workspace._counters.items():
+    for item in workspace._counters.values():
         if item.item_bytes == 4:
             workspace._counter_bytes[item.offset:item.offset + item.bytes].view(torch.int32).fill_(near)
     dist.barrier()

@@ -27,10 +27,10 @@ LAYERS = [
     ({"top_k": 65, "num_experts": 128}, ArgumentError, "top_k is 65, wanted an integer 1..64; the nearest valid value is 64"),
     ({"top_k": True}, ArgumentTypeError, "top_k is True (bool), wanted an integer 1..8"),
     ({"top_k": None}, ArgumentTypeError, "top_k is None (NoneType), wanted an integer"),
-    ({"hidden_size": 100}, ArgumentError, "hidden_size is 100, wanted a multiple of 8 (rows are moved in units of 16 bytes); the nearest "
-                                          "valid values are 96 and 104"),
-    ({"hidden_size": 3}, ArgumentError, "hidden_size is 3, wanted a multiple of 8 (rows are moved in units of 16 bytes); the nearest "
-                                        "valid value is 8"),
+    ({"hidden_size": 100}, ArgumentError,
+     "hidden_size is 100, wanted a multiple of 8 (rows are moved in units of 16 bytes); the nearest valid values are 96 and 104"),
+    ({"hidden_size": 3}, ArgumentError,
+     "hidden_size is 3, wanted a multiple of 8 (rows are moved in units of 16 bytes); the nearest valid value is 8"),
     ({"hidden_size": 0}, ArgumentError, "hidden_size is 0, wanted an integer >= 1"),
     ({"intermediate_size": 0}, ArgumentError, "intermediate_size is 0, wanted an integer >= 1"),
     ({"max_tokens_per_rank": -5}, ArgumentError, "max_tokens_per_rank is -5, wanted an integer >= 1; the nearest valid value is 1"),
@@ -81,18 +81,22 @@ def test_activation_values_that_no_kernel_would_follow(form, text):
 
 
 def good_call() -> dict:
-    return dict(hidden_states=torch.randn(T, H), topk_ids=torch.zeros(T, K, dtype=torch.int32), topk_weights=torch.ones(T, K), out=None)
+    return dict(hidden_states=torch.randn(T, H), topk_ids=torch.zeros(T, K, dtype=torch.int32), topk_weights=torch.ones(T, K),
+                out=None)
 
 
 # (changed arguments of a call, class, what the message must say)
 CALLS = [
     ({"hidden_states": torch.zeros(T, H + 8)}, ArgumentError, "hidden_states has shape [5, 24], wanted [T, H] = [any, 16]"),
     ({"hidden_states": torch.zeros(T * H)}, ArgumentError, "hidden_states has shape [80], wanted [T, H] = [any, 16]"),
-    ({"hidden_states": torch.zeros(T, H, dtype=torch.bfloat16)}, ArgumentTypeError, "hidden_states has dtype bfloat16, wanted float32"),
+    ({"hidden_states": torch.zeros(T, H, dtype=torch.bfloat16)}, ArgumentTypeError,
+     "hidden_states has dtype bfloat16, wanted float32"),
     ({"hidden_states": [[0.0] * H] * T}, ArgumentTypeError, "hidden_states must be a tensor [T, H], got list"),
     ({"hidden_states": None}, ArgumentTypeError, "hidden_states must be a tensor [T, H], got NoneType"),
-    ({"hidden_states": torch.zeros(T, H, device="meta")}, ArgumentError, "hidden_states is on meta, but this layer runs on the CPU back end"),
-    ({"hidden_states": torch.zeros(T, H).to_sparse()}, ArgumentTypeError, "hidden_states has layout torch.sparse_coo, wanted a dense tensor"),
+    ({"hidden_states": torch.zeros(T, H, device="meta")}, ArgumentError,
+     "hidden_states is on meta, but this layer runs on the CPU back end"),
+    ({"hidden_states": torch.zeros(T, H).to_sparse()}, ArgumentTypeError,
+     "hidden_states has layout torch.sparse_coo, wanted a dense tensor"),
     ({"topk_ids": torch.zeros(T, K)}, ArgumentTypeError, "topk_ids has dtype float32, wanted int32 or int64"),
     ({"topk_ids": torch.zeros(T, K), "topk_weights": torch.zeros(T, K, dtype=torch.int32)}, ArgumentTypeError,
      "are they swapped? The order is (hidden_states, topk_ids, topk_weights)"),
@@ -100,8 +104,10 @@ CALLS = [
     ({"topk_ids": torch.zeros(T, K + 1, dtype=torch.int64)}, ArgumentError, "topk_ids has shape [5, 3], wanted [T, k] = [5, 2]"),
     ({"topk_ids": torch.zeros(T, dtype=torch.int64)}, ArgumentError, "topk_ids has shape [5], wanted [T, k] = [5, 2]"),
     ({"topk_weights": torch.zeros(T, K, 1)}, ArgumentError, "topk_weights has shape [5, 2, 1], wanted [T, k] = [5, 2]"),
-    ({"topk_weights": torch.full((T, K), float("nan"))}, ArgumentError, "topk_weights[0, 0] is nan on rank 0, wanted a finite number"),
-    ({"topk_weights": torch.tensor([[1.0, 1.0]] * 4 + [[1.0, float("-inf")]])}, ArgumentError, "topk_weights[4, 1] is -inf on rank 0"),
+    ({"topk_weights": torch.full((T, K), float("nan"))}, ArgumentError,
+     "topk_weights[0, 0] is nan on rank 0, wanted a finite number"),
+    ({"topk_weights": torch.tensor([[1.0, 1.0]] * 4 + [[1.0, float("-inf")]])}, ArgumentError,
+     "topk_weights[4, 1] is -inf on rank 0"),
     ({"topk_weights": None}, ArgumentTypeError, "topk_weights must be a tensor [T, k], got NoneType"),
     ({"out": torch.zeros(T + 1, H)}, ArgumentError, "out has shape [6, 16], wanted [T, H] = [5, 16]"),
     ({"out": torch.zeros(T, H, dtype=torch.float64)}, ArgumentTypeError, "out has dtype float64, wanted float32"),
@@ -121,10 +127,13 @@ def test_ops_04_arguments_of_a_call(changed, kind, text, nothing_left):
 
 # (w13, w2, flags, what the message must say)
 WEIGHTS = [
-    (torch.zeros(E, 2 * INTER, H + 8), torch.zeros(E, H, INTER), {}, "w13 has shape [8, 16, 24], wanted [E_local, 2I, H] = [8, 16, 16]"),
-    (torch.zeros(E - 1, 2 * INTER, H), torch.zeros(E, H, INTER), {}, "w13 has shape [7, 16, 16], wanted [E_local, 2I, H] = [8, 16, 16]"),
+    (torch.zeros(E, 2 * INTER, H + 8), torch.zeros(E, H, INTER), {},
+     "w13 has shape [8, 16, 24], wanted [E_local, 2I, H] = [8, 16, 16]"),
+    (torch.zeros(E - 1, 2 * INTER, H), torch.zeros(E, H, INTER), {},
+     "w13 has shape [7, 16, 16], wanted [E_local, 2I, H] = [8, 16, 16]"),
     (torch.zeros(E, 2 * INTER, H), torch.zeros(E, INTER, H), {}, "w2 has shape [8, 8, 16], wanted [E_local, H, I] = [8, 16, 8]"),
-    (torch.zeros(E, H, 2 * INTER), torch.zeros(E, H, INTER), {"transposed": True}, "w2 has shape [8, 16, 8], wanted [E_local, I, H] = [8, 8, 16]"),
+    (torch.zeros(E, H, 2 * INTER), torch.zeros(E, H, INTER), {"transposed": True},
+     "w2 has shape [8, 16, 8], wanted [E_local, I, H] = [8, 8, 16]"),
     (torch.zeros(E, 2 * INTER, H).half(), torch.zeros(E, H, INTER), {}, "w13 has dtype float16, wanted float32"),
     (torch.zeros(E, 2 * INTER, H), None, {}, "w2 must be a tensor [E_local, H, I], got NoneType"),
 ]
@@ -141,9 +150,11 @@ def test_ops_04_arguments_of_load_weights(w13, w2, flags, text, nothing_left):
 
 ESTIMATES = [
     ({"world": 0}, "world is 0, wanted an integer >= 1"), ({"world": 64}, "world is 64, wanted 1..63"),
-    ({"rank": 2}, "rank is 2, wanted an integer 0..1; the nearest valid value is 1"), ({"top_k": 0}, "top_k is 0, wanted an integer 1..8"),
+    ({"rank": 2}, "rank is 2, wanted an integer 0..1; the nearest valid value is 1"),
+    ({"top_k": 0}, "top_k is 0, wanted an integer 1..8"),
     ({"hidden_size": 12}, "the nearest valid values are 8 and 16"), ({"mode": "x"}, "mode is 'x', wanted one of ep, tp"),
-    ({"dtype": "float64"}, "dtype is float64, wanted one of bfloat16, float32"), ({"pattern": "x"}, "pattern is 'x', wanted one of auto"),
+    ({"dtype": "float64"}, "dtype is float64, wanted one of bfloat16, float32"),
+    ({"pattern": "x"}, "pattern is 'x', wanted one of auto"),
     ({"mode": "tp", "intermediate_size": 1}, "intermediate_size is 1, wanted an integer >= 2"),
 ]
 
@@ -176,7 +187,7 @@ WEIGHT_DTYPES = {torch.float32: True, torch.bfloat16: True, torch.float16: False
 
 
 def test_num_04_ids_and_weights_of_any_type_are_right_or_refused(nothing_left):
-    """int32 and int64 ids give equal bits, bf16 weights are converted to float32; all others are TypeErrors that name the valid ones."""
+    """int32 and int64 ids give equal bits, bf16 weights become float32; others are TypeErrors that name the valid types."""
     case = LayerCase(((40,),), ("uniform",))
     layer = case.layer()
     hidden, ids, weights = case.inputs(0, 1, 0)

@@ -109,7 +109,8 @@ def test_sch_07_a_warm_up_batch_of_nothing_but_minus_one(run_ranks):
     """All ids -1 on all ranks: exact zeros, nothing moves; the next, real batch on the same layer is right."""
     for mode in ("ep", "tp"):
         for pattern in ("mega", "two_kernel", "serial"):
-            run_ranks(4, run_epochs, LayerCase(((7, 7, 0, 7),) * 3, ("none", "half", "none"), options=dict(mode=mode, pattern=pattern)))
+            run_ranks(4, run_epochs, LayerCase(((7, 7, 0, 7),) * 3, ("none", "half", "none"),
+                                               options=dict(mode=mode, pattern=pattern)))
 
 
 @pytest.mark.parametrize("value", [10, 11, 2**30, -2, 2**31 - 1, -(2**31), 2**31 + 3, 2**32, 2**32 + 3, -(2**32) + 1, 2**62])
@@ -151,7 +152,8 @@ def test_sch_12_there_is_no_capacity_factor_and_nothing_is_dropped(nothing_left)
 
 
 def test_ops_05_tokens_vary_from_call_to_call_and_rank_to_rank(run_ranks):
-    case = LayerCase(((128, 0), (7, 128), (0, 0), (512, 1), (1, 512)), ("uniform", "zipf", "uniform", "half", "uniform"), max_tokens=512)
+    case = LayerCase(((128, 0), (7, 128), (0, 0), (512, 1), (1, 512)), ("uniform", "zipf", "uniform", "half", "uniform"),
+                     max_tokens=512)
     for pattern in ("mega", "two_kernel", "serial"):
         run_ranks(2, run_epochs, with_options(case, pattern=pattern))
 

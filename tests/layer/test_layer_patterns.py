@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 from layer_ranks import run_epochs
-from moe_cases import ROUTINGS, LayerCase, with_options
+from moe_cases import ROUTINGS, LayerCase
 
 FACTORS = {
     "mode": ("ep", "tp"),
@@ -32,9 +32,9 @@ def pairwise(factors: dict) -> list[dict]:
             if name in case:
                 continue
 
-            def gain(value, name=name):
+            def gain(value, name=name, case=case, wanted=frozenset(open_pairs)):
                 pairs = [tuple(sorted(((name, value), other), key=lambda item: names.index(item[0]))) for other in case.items()]
-                return sum(pair in open_pairs for pair in pairs)
+                return sum(pair in wanted for pair in pairs)
 
             case[name] = max(factors[name], key=gain)
         chosen.append(case)
@@ -55,18 +55,21 @@ def case_of(factors: dict, number: int) -> LayerCase:
     pattern, pull = factors["pattern"]
     activation, limit = factors["activation"]
     routings = tuple(ROUTINGS[(number + epoch) % len(ROUTINGS)] for epoch in range(6))
-    return LayerCase(counts_of(factors["world"], most), routings, experts, top_k, hidden, inter, most, factors["dtype"], seed=number,
-                     options=dict(mode=factors["mode"], pattern=pattern, pull=pull, weight_position=factors["weight_position"],
-                                  activation=activation, swiglu_limit=limit, segments=segments))
+    options = dict(mode=factors["mode"], pattern=pattern, pull=pull, weight_position=factors["weight_position"],
+                   activation=activation, swiglu_limit=limit, segments=segments)
+    counts = counts_of(factors["world"], most)
+    return LayerCase(counts, routings, experts, top_k, hidden, inter, most, factors["dtype"], number, options)
 
 
 CASES = pairwise(FACTORS)
-NAMES = [f"{c['mode']}-{c['pattern'][0]}{'-pull' * c['pattern'][1]}-{str(c['dtype'])[6:]}-world{c['world']}-{i}" for i, c in enumerate(CASES)]
+NAMES = ["-".join([c["mode"], c["pattern"][0], "pull" if c["pattern"][1] else "push", str(c["dtype"])[6:], str(c["world"]), str(i)])
+         for i, c in enumerate(CASES)]
 
 
 def test_the_selection_covers_every_pair():
     seen = {frozenset(pair) for case in CASES for pair in itertools.combinations(case.items(), 2)}
-    wanted = {frozenset(((a, va), (b, vb))) for a, b in itertools.combinations(FACTORS, 2) for va in FACTORS[a] for vb in FACTORS[b]}
+    wanted = {frozenset(((a, va), (b, vb)))
+              for a, b in itertools.combinations(FACTORS, 2) for va in FACTORS[a] for vb in FACTORS[b]}
     assert wanted <= seen and len(CASES) < 60
 
 

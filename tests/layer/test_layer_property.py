@@ -19,7 +19,8 @@ def any_layer(draw, world: int):
     epochs = draw(st.integers(1, 3))
     counts = tuple(tuple(draw(st.integers(0, most)) for _ in range(world)) for _ in range(epochs))
     mode = draw(st.sampled_from(["ep", "tp"]))
-    pattern, pull = draw(st.sampled_from([("mega", False), ("mega", True), ("two_kernel", False), ("two_kernel", True), ("serial", False)]))
+    pattern, pull = draw(st.sampled_from([("mega", False), ("mega", True), ("two_kernel", False), ("two_kernel", True),
+                                          ("serial", False)]))
     limit = draw(st.sampled_from([None, 0.5]))
     options = dict(mode=mode, pattern=pattern, pull=pull, segments=draw(st.integers(1, 6)), compute_blocks=draw(st.integers(1, 5)),
                    activation=draw(st.sampled_from(["swiglu", "gpt_oss"])), swiglu_limit=limit,
@@ -34,14 +35,17 @@ def any_layer(draw, world: int):
 def ids_of(rows: int, top_k: int, experts: int):
     """[rows * k] ids: all alike, of few experts, of all, of none, or anything."""
     lowest, highest = -2, experts + 1
+    pairs = range(rows * top_k)
+    chance = st.randoms(use_true_random=False)
     return st.one_of(
-        st.integers(lowest, highest).map(lambda one: [one] * (rows * top_k)),
-        st.lists(st.integers(lowest, highest), min_size=1, max_size=7).map(lambda few: [few[i % len(few)] for i in range(rows * top_k)]),
-        st.randoms(use_true_random=False).map(lambda chance: [chance.randint(0, experts - 1) for _ in range(rows * top_k)]),
-        st.randoms(use_true_random=False).map(lambda chance: [chance.randint(lowest, highest) for _ in range(rows * top_k)]))
+        st.integers(lowest, highest).map(lambda one: [one for _ in pairs]),
+        st.lists(st.integers(lowest, highest), min_size=1, max_size=7).map(lambda few: [few[i % len(few)] for i in pairs]),
+        chance.map(lambda c: [c.randint(0, experts - 1) for _ in pairs]),
+        chance.map(lambda c: [c.randint(lowest, highest) for _ in pairs]))
 
 
-QUIET = dict(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow, HealthCheck.data_too_large])
+QUIET = dict(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow,
+                                                   HealthCheck.data_too_large])
 
 
 def test_any_layer_in_one_process(nothing_left):

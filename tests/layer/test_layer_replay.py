@@ -27,7 +27,8 @@ def test_grf_02_old_flags_do_not_pass_for_new_ones(run_ranks, pattern, pull):
 @pytest.mark.parametrize("pattern, pull", PATTERNS)
 def test_grf_03_captures_of_different_sizes_share_a_workspace(run_ranks, pattern, pull):
     """T = 1, 8 and 64 in random order, mixed with eager calls: places follow from the largest size alone."""
-    case = LayerCase(((1, 1), (8, 8), (64, 64)), ("uniform", "zipf", "uniform"), max_tokens=64, options=dict(pattern=pattern, pull=pull))
+    case = LayerCase(((1, 1), (8, 8), (64, 64)), ("uniform", "zipf", "uniform"), max_tokens=64,
+                     options=dict(pattern=pattern, pull=pull))
     run_ranks(2, replay_mixed, case, 50)
 
 

@@ -93,6 +93,18 @@ def test_krn_10_the_limit_comes_from_the_environment(monkeypatch, nothing_left):
             case.layer()
 
 
+def test_blocks_that_wait_for_each_other_blame_no_rank():
+    """A wait that only the waiting rank itself could end says so, and does not ask for a rank called nobody."""
+    from moe_tk.runtime.faults import error_from, readable
+
+    record = dict(rank=1, op=1, phase=4, role=3, block=2, slot=9, producer=1, expected=32, seen=0, kind=1, epoch=5, seconds=2.5,
+                  missing=0)
+    text = str(error_from([readable(record)], op="moe_layer", rank=1, dead=set(), timeout_s=2.0))
+    assert text.startswith("moe_layer: no rank is missing, but the blocks of rank 1 stood still. rank 1 waited 2.50 s for its own "
+                           "blocks")
+    assert "row block 9" in text and "nobody" not in text
+
+
 def test_a_rank_that_never_makes_the_layer(fresh_ranks):
     """Set-up is bounded too: the time-out says what was being set up. Its process group is of no use afterwards."""
     outcomes = fresh_ranks(3, make_layer_without_rank_1, CASE)

@@ -121,7 +121,8 @@ def test_grad_is_refused_unless_it_is_off(nothing_left):
     layer = CASE.layer()
     hidden, ids, weights = CASE.inputs(0, 1, 0)
     needs = hidden.clone().requires_grad_()
-    with pytest.raises(ValueError, match=r"hidden_states has requires_grad=True, but .* forward pass only: .* hidden_states.detach\(\)"):
+    with pytest.raises(ValueError, match=r"hidden_states has requires_grad=True, but .* forward pass only: .* "
+                       r"hidden_states.detach\(\)"):
         layer(needs, ids, weights)
     with pytest.raises(ValueError, match="topk_weights has requires_grad=True"):
         layer(hidden, ids, weights.clone().requires_grad_())

@@ -15,7 +15,7 @@ def small(world: int, **sizes) -> LayerCase:
 
 @pytest.mark.parametrize("world", range(1, 9))
 def test_krn_12_any_world_size_with_default_arguments(pools, world):
-    """World size comes from the group; 10 experts and 36 columns divide by few of them. Sizes without a pool start their own ranks."""
+    """World size comes from the group; 10 experts and 36 columns divide by few. Sizes without a pool start ranks of their own."""
     for mode in ("ep", "tp"):
         case = with_options(small(world), mode=mode)
         if world in (1, 2, 3, 4, 8):

@@ -80,8 +80,9 @@ def fails_in_set_up(rank: int, world: int, place: str, culprit: int) -> list[tup
     def boom(*_: Any, **__: Any) -> Any:
         raise OSError(28, "No space left on device") if place in ("reserve", "create", "map") else RuntimeError(f"boom in {place}")
 
-    patches = {"create": (os, "open"), "reserve": (os, "posix_fallocate"), "map": (shm.mmap, "mmap"), "local": (workspace, "_buffer"),
-               "build": (sessions, "host_module"), "bind": (Workspace, "heap_fields"), "pipe": (watch.os, "pipe")}
+    patches = {"create": (os, "open"), "reserve": (os, "posix_fallocate"), "map": (shm.mmap, "mmap"),
+               "local": (workspace, "_buffer"), "build": (sessions, "host_module"), "bind": (Workspace, "heap_fields"),
+               "pipe": (watch.os, "pipe")}
     owner, name = patches[place]
     before = getattr(owner, name)
     if rank == culprit:

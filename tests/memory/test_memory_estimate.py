@@ -56,7 +56,8 @@ def test_sym_05_items_add_up_and_are_readable():
 
 def test_sym_06_size_follows_the_real_top_k():
     """k = 8 against k = 32: routing tables scale by four, the rest of the heap not at all."""
-    small, large = (moe_tk.estimate_memory(world=4, **{**SIZES, "dtype": "float32", "num_experts": 64, "top_k": k}) for k in (8, 32))
+    small, large = (moe_tk.estimate_memory(world=4, **{**SIZES, "dtype": "float32", "num_experts": 64, "top_k": k})
+                    for k in (8, 32))
     for one, other in zip(small.symmetric, large.symmetric, strict=True):
         assert other.bytes == (4 if one.name.startswith("topk") else 1) * one.bytes
     with pytest.raises(TypeError, match="top_k"):

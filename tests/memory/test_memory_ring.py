@@ -13,8 +13,9 @@ from moe_tk.schedule import build_tables, mega_order
 
 
 def geometry_of(tokens: int, top_k: int, experts: int, segments: int, row_block: int, ring_segments: int = 2) -> Geometry:
-    return Geometry(world=1, max_tokens=tokens, top_k=top_k, num_experts=experts, num_local_experts=experts, hidden=8, intermediate=8,
-                    out_width=8, dtype="float32", mode="ep", row_block=row_block, segments=segments, ring_segments=ring_segments)
+    return Geometry(world=1, max_tokens=tokens, top_k=top_k, num_experts=experts, num_local_experts=experts, hidden=8,
+                    intermediate=8, out_width=8, dtype="float32", mode="ep", row_block=row_block, segments=segments,
+                    ring_segments=ring_segments)
 
 
 def plays_to_the_end(tables, ring_blocks: int, warmup: int) -> bool:

@@ -79,7 +79,8 @@ def test_only_dead_processes_of_this_namespace_lose_segments(tmp_path, monkeypat
     prefix, own = shm.PREFIX, own_process()
     namespace, pid, start = str(own).split(".")
     dead = [f"{prefix}.{namespace}.{pid}.{int(start) - 1}.0", f"{prefix}.{namespace}.{2**22 - 1}.5.3"]
-    alive = [f"{prefix}.{own}.0", f"{prefix}.{int(namespace) + 1}.{pid}.1.0", f"{prefix}.notes.txt", "other.1.2.3.4", f"{prefix}_x.1.2.3.4"]
+    alive = [f"{prefix}.{own}.0", f"{prefix}.{int(namespace) + 1}.{pid}.1.0", f"{prefix}.notes.txt", "other.1.2.3.4",
+             f"{prefix}_x.1.2.3.4"]
     for name in dead + alive:
         (tmp_path / name).touch()
     shm.remove_stale_segments()

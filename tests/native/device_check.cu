@@ -82,6 +82,7 @@ KERNEL void combine(FROZEN launch g, int source, int64_t chunk) {
 KERNEL void report(FROZEN launch g, wait_record *copy) {
     give_up(g.wait, {}, 1, 0, 0, lost_ranks(g.wait), abort_kind::host);
     *g.ok = read_record(g.wait.own, 0, *copy) && elect_last(g.counters, 1, g.wants[0]);
+    close_record(g.wait, op_id::moe_layer);
 }
 
 #define EACH_WIRE(WIRE)                                                                          \

@@ -19,7 +19,7 @@ struct options {
     std::string wire = "shm", pattern = "mega", network = "direct", scenario = "calls";
     mutant wrong = mutant::none;
     uint64_t seed = 1;
-    int64_t calls = 100;
+    int64_t calls = 100, first_call = 0;  // calls first_call ... first_call + calls
     int world = 3;
     uint32_t first_epoch = 0;
     double timeout_s = 20;
@@ -75,7 +75,7 @@ class driver {
     // All calls of this rank; stops at the first failure of any rank.
     void run() {
         if (o_.scenario == "idle") run_idle();
-        else for (int64_t number = 0; number < o_.calls && call(number, o_.frozen ? sizing::same : sizing::random);) ++number;
+        else for (int64_t i = 0; i < o_.calls && call(o_.first_call + i, o_.frozen ? sizing::same : sizing::random);) ++i;
         rendezvous_.arrive_and_drop();
     }
 
@@ -200,14 +200,17 @@ class driver {
         const bool two = o_.pattern == "two_kernel";
         const int64_t columns = (s_.hidden + s_.column_block - 1) / s_.column_block;
         const int64_t blocks = std::max<int64_t>(1, fresh.num_blocks());
-        const int64_t ring = two || o_.frozen ? blocks : std::min(blocks, 2 * fresh.largest_segment);
+        // As moe_tk.memory.Geometry bounds them: a longer warm-up deadlocks on some routings.
+        const int64_t extra = o_.wrong == mutant::long_warmup ? 0 : memory_.epoch % 4;
+        const int64_t ring = two || o_.frozen ? blocks : std::min(blocks, 2 * fresh.largest_segment + extra);
+        const int64_t longest = o_.wrong == mutant::long_warmup ? fresh.largest_segment : extra + 1;
         if (o_.wrong == mutant::early_election) {
             for (auto &count : fresh.chunk_expected) count -= count > 1;
             const int64_t jobs = s_.world * memory_.heap.job_chunks;
             std::copy_n(memory_.counters.job_want, jobs, memory_.counters.job_done);
         }
         if (two) order_for_one(fresh, columns);
-        else order_for_mega(fresh, columns, columns, ring == blocks ? 2 : ring - ring / 2);
+        else order_for_mega(fresh, columns, columns, ring == blocks ? 2 : longest);
         const float *mine = case_.tokens.data() + rank_ * s_.max_tokens * s_.hidden;
         tokens_.assign(mine, mine + s_.max_tokens * s_.hidden);
         pair_weights_ = seen_.weights;
@@ -246,7 +249,8 @@ class driver {
         g.w2 = m_.w2.data() + s_.first_expert(rank_) * s_.intermediate * s_.hidden;
         g.expert_out = memory_.expert_out.data(), g.out = memory_.out.data(), g.pair_weights = pair_weights_.data();
         g.weights_before_l2 = case_.weights_before_l2;
-        g.num_send = 1, g.num_place = 2, g.num_compute = 2, g.num_combine = 2;
+        const auto blocks = [&](int bit) { return 1 + int(memory_.epoch >> bit & 1); };  // in every combination, call by call
+        g.num_send = 1, g.num_place = blocks(0), g.num_compute = blocks(1), g.num_combine = blocks(2);
         g.pull = o_.pull;
         return g;
     }

@@ -44,7 +44,7 @@ inline std::string check_record(rank_memory &memory, uint32_t kind, uint64_t mis
     if (record.site.rank != rank || record.site.op != protocol::op_id::moe_layer || record.epoch != memory.epoch) return who + "a record of another call";
     if (record.kind == uint32_t(protocol::abort_kind::told_by_peer)) return "";  // somebody else was faster
     if (record.kind != kind) return who + "kind is " + std::to_string(record.kind);
-    if (record.missing != missing && record.site.producer != rank) return who + "missing is " + std::to_string(record.missing);
+    if ((record.missing & missing) == 0 && record.site.producer != rank) return who + "missing is " + std::to_string(record.missing);
     return "";
 }
 

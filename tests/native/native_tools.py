@@ -6,19 +6,12 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from native_programs import HERE, REPO, compile_command
 
 from moe_tk.runtime.arch import parse_arch
 from moe_tk.runtime.cuda_toolkit import choose_toolkit, find_toolkits, torch_cuda_version
 from moe_tk.runtime.toolchain import find_host_compiler
 
-REPO = Path(__file__).resolve().parents[2]
-HERE = Path(__file__).resolve().parent
-DELAYS = ("-include", str(HERE / "random_delay.hpp"))
-PROGRAMS = {
-    # ThreadSanitizer does not know fences (-Wtsan); no host path depends on one
-    "threads": ("-O1", "-g", "-fsanitize=thread", "-Wno-tsan", *DELAYS),
-    "reorder": ("-O1", *DELAYS),
-}
 CUDA_FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Werror=all-warnings", f"-I{REPO}")
 
 
@@ -29,11 +22,10 @@ def host_compiler() -> tuple[str, ...]:
     return choice.chosen.command
 
 
-def start_compile(program: str, folder: Path, root: Path = REPO) -> tuple[Path, subprocess.Popen]:
-    """Starts to compile tests/native/<program>.cpp against the headers under `root`."""
+def start_compile(program: str, folder: Path) -> tuple[Path, subprocess.Popen]:
+    """Starts to compile a native test program."""
     target = folder / program
-    command = [*host_compiler(), "-std=c++20", "-Wall", "-Wextra", "-pthread", f"-I{root}", *PROGRAMS[program],
-               str(HERE / f"{program}.cpp"), "-o", str(target)]
+    command = compile_command(host_compiler(), program, target)
     return target, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -57,8 +49,3 @@ def compile_ptx(source: str, arch: str, folder: Path) -> str:
     target = folder / f"{source}.{arch}.ptx"
     run_checked([*nvcc(arch), f"-arch=sm_{arch}", "-ptx", "-o", str(target), str(HERE / source)])
     return target.read_text()
-
-
-def run_program(program: Path, *options: str, limit_s: float = 120) -> subprocess.CompletedProcess:
-    """Runs a compiled test program; the options are key=value."""
-    return subprocess.run([str(program), *options], capture_output=True, text=True, timeout=limit_s)

@@ -14,7 +14,7 @@ namespace native {
 using namespace moe_tk;
 
 // Ways in which a copy of the protocol can be wrong. Each must be found by a test.
-enum class mutant { none, early_election, frozen_epoch, no_barrier, remote_poll, ring_ignored, skip_refresh };
+enum class mutant { none, early_election, frozen_epoch, no_barrier, remote_poll, ring_ignored, long_warmup, skip_refresh };
 
 inline protocol::heap_regions lay_out(const shape &s, int64_t &size) {
     protocol::heap_regions at;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 
 import pytest
 from native_tools import CUDA_FLAGS, HERE, REPO, host_compiler, nvcc, run_checked
@@ -33,11 +34,23 @@ def test_every_protocol_header_is_in_the_check():
 @pytest.mark.parametrize("source", [CHECK, str(REPO / "tk_kernels/bindings/host_module.cpp")], ids=["protocol", "module"])
 def test_bld_16_host_with_either_char(source, char):
     headers = [f"-isystem{find_pybind11().require()}", f"-isystem{find_python_headers().require()}"]
-    run_checked([*host_compiler(), "-std=c++20", "-Wall", "-Wextra", "-Werror=narrowing", "-Werror=return-type", char, "-fsyntax-only",
-                 f"-I{REPO}", *headers, "-x", "c++", source])
+    flags = ("-std=c++20", "-Wall", "-Wextra", "-Werror=narrowing", "-Werror=return-type", char)
+    run_checked([*host_compiler(), *flags, "-fsyntax-only", f"-I{REPO}", *headers, "-x", "c++", source])
 
 
 def test_bld_16_device_with_unsigned_char(tmp_path):
     flags = [*nvcc("90a"), "-arch=sm_90a", "-Xcompiler=-funsigned-char,-Werror=narrowing"]
     assert set(CUDA_FLAGS) <= set(flags)
     run_checked([*flags, "-cubin", "-o", str(tmp_path / "check.cubin"), CHECK])
+
+
+@pytest.mark.parametrize("wire, compiles", [("pcie_wire", False), ("nvlink_wire", True)])
+def test_krn_06_pulling_over_pcie_does_not_compile(tmp_path, wire, compiles):
+    source = tmp_path / "pull.cpp"
+    source.write_text('#include "tk_kernels/patterns/mega.hpp"\n#include "tk_kernels/protocol/wire.hpp"\nusing namespace moe_tk;\n'
+                      f"template patterns::launch_result patterns::mega<float, protocol::{wire}, hooks::pull_rows>("
+                      "const patterns::launch_globals &);\n")
+    command = [*host_compiler(), "-std=c++20", "-fsyntax-only", f"-I{REPO}", str(source)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert (done.returncode == 0) == compiles, done.stderr
+    assert compiles or "this wire must not read remote memory: use push_rows" in done.stderr

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
+from native_ptx import kernels, memory_order, remote_accesses
 from native_tools import REPO, compile_ptx
-from ptx import kernels, memory_order, remote_accesses
 
 SCOPES = {"block": "cta", "device": "gpu", "system": "sys"}
 PRIMITIVES = {

@@ -13,12 +13,13 @@ inline bool take_option(options &o, const std::string &key, const std::string &v
     static const std::pair<const char *, mutant> MUTANTS[] = {
         {"none", mutant::none}, {"early_election", mutant::early_election}, {"frozen_epoch", mutant::frozen_epoch},
         {"no_barrier", mutant::no_barrier}, {"remote_poll", mutant::remote_poll}, {"ring_ignored", mutant::ring_ignored},
-        {"skip_refresh", mutant::skip_refresh}};
+        {"long_warmup", mutant::long_warmup}, {"skip_refresh", mutant::skip_refresh}};
     if (key == "wire") o.wire = value;
     else if (key == "pattern") o.pattern = value;
     else if (key == "network") o.network = value;
     else if (key == "scenario") o.scenario = value;
     else if (key == "seed") o.seed = std::strtoull(value.c_str(), nullptr, 0);
+    else if (key == "first_call") o.first_call = std::strtoll(value.c_str(), nullptr, 0);
     else if (key == "calls") o.calls = std::strtoll(value.c_str(), nullptr, 0);
     else if (key == "world") o.world = std::atoi(value.c_str());
     else if (key == "first_epoch") o.first_epoch = uint32_t(std::strtoul(value.c_str(), nullptr, 0));

@@ -79,8 +79,8 @@ def two_steps(rank: int, world: int, case: LayerCase, *, mode: str, activation: 
         weights = weights.float()
         first, second = (weights, None) if weight_position == "before_l2" else (None, weights)
         with new_tensors_are_nan():
-            activated, offsets, slots = ops.dispatch_gemm(hidden, ids, w13, topk_weights=first, activation=activation, swiglu_limit=limit,
-                                                          **common)
+            activated, offsets, slots = ops.dispatch_gemm(hidden, ids, w13, topk_weights=first, activation=activation,
+                                                          swiglu_limit=limit, **common)
         check_activated(rank, world, case, epoch, mode, form, weight_position, stride, (activated, offsets, slots))
         activated[(activated == 0).all(1)] = float("nan")  # rows that hold no pair must not be read
         with new_tensors_are_nan():
@@ -93,9 +93,9 @@ def vars_of(form: Any) -> dict[str, Any]:
     return dict(alpha=form.alpha, beta=form.beta, gate_limit=form.gate_limit, up_limit=form.up_limit)
 
 
-def check_activated(rank: int, world: int, case: LayerCase, epoch: int, mode: str, form: Any, weight_position: str, stride: int | None,
-                    result: tuple[torch.Tensor, ...]) -> None:
-    """The rows of dispatch_gemm against the activation of each pair in float64, zero in all others; its tables against the golden ones."""
+def check_activated(rank: int, world: int, case: LayerCase, epoch: int, mode: str, form: Any, weight_position: str,
+                    stride: int | None, result: tuple[torch.Tensor, ...]) -> None:
+    """The rows of dispatch_gemm against float64, zero where no pair is; its tables against the golden ones."""
     activated, offsets, slots = result
     counts = case.counts[epoch]
     stride = counts[0] if stride is None else stride
@@ -106,8 +106,8 @@ def check_activated(rank: int, world: int, case: LayerCase, epoch: int, mode: st
         place = slice(source * stride, source * stride + counts[source])
         hidden, ids, weights = case.inputs(epoch, world, source)
         all_rows[place], all_ids[place], all_weights[place] = hidden.double(), ids.long(), weights.double()
-    golden = build_tables(all_ids, token_counts=counts, world=world, rank=rank, num_experts=case.num_experts, mode=mode, row_block=32,
-                          impl="golden")
+    golden = build_tables(all_ids, token_counts=counts, world=world, rank=rank, num_experts=case.num_experts, mode=mode,
+                          row_block=32, impl="golden")
     assert golden.slots.equal(slots) and golden.expert_offsets.equal(offsets)
     w13, _ = case.weights()
     mine, _ = shard_weights(*case.weights(), mode=mode, world=world, rank=rank)
@@ -185,8 +185,10 @@ def calls_by_name(rank: int, world: int) -> dict[str, Any]:
     return {
         "ag_gemm": lambda **c: ops.ag_gemm(**{**dict(x=x, weight=torch.ones(3, 16)), **c}),
         "gemm_rs": lambda **c: ops.gemm_rs(**{**dict(x=torch.ones(4 * world, 5), weight=torch.ones(16, 5)), **c}),
-        "dispatch_gemm": lambda **c: ops.dispatch_gemm(**{**dict(hidden_states=x, topk_ids=ids, w13=w13, num_experts=experts), **c}),
-        "gemm_combine": lambda **c: ops.gemm_combine(**{**dict(activated=torch.ones(rows, 4), topk_ids=ids, w2=w2, num_experts=experts), **c}),
+        "dispatch_gemm": lambda **c: ops.dispatch_gemm(**{**dict(hidden_states=x, topk_ids=ids, w13=w13, num_experts=experts),
+                                                          **c}),
+        "gemm_combine": lambda **c: ops.gemm_combine(**{**dict(activated=torch.ones(rows, 4), topk_ids=ids, w2=w2,
+                                                               num_experts=experts), **c}),
         "mega_moe": lambda **c: ops.mega_moe(**{**dict(hidden_states=x, topk_ids=ids, topk_weights=weights, w13=w13, w2=w2,
                                                        num_experts=experts), **c}),
     }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from moe_cases import LayerCase, digest
+from torch.distributed.device_mesh import init_device_mesh
 
 from moe_tk import ops
 from moe_tk.weights import shard_weights
@@ -24,12 +25,21 @@ def compiled_ops(rank: int, world: int, case: LayerCase) -> None:
 
     def steps(x):
         activated, offsets, slots = ops.dispatch_gemm(x * 2, ids, w13, num_experts=case.num_experts)
-        return ops.gemm_combine(activated, ids, w2, num_experts=case.num_experts, topk_weights=weights) + offsets.sum() + slots.sum()
+        return ops.gemm_combine(activated, ids, w2, num_experts=case.num_experts,
+                                topk_weights=weights) + offsets.sum() + slots.sum()
+
+    def named(x):
+        return ops.ag_gemm(x, dense, group=torch.distributed.group.WORLD, timeout_s=5.0)
+
+    mesh = init_device_mesh("cpu", (world,))
+
+    def meshed(x):
+        return ops.ag_gemm(x, dense, group=mesh)
 
     def whole(x):
         return ops.mega_moe(x * 2, ids, weights, w13, w2, num_experts=case.num_experts) + 1
 
-    for function, x in ((gathered, hidden), (scattered, wide), (steps, hidden), (whole, hidden)):
+    for function, x in ((gathered, hidden), (scattered, wide), (steps, hidden), (named, hidden), (meshed, hidden), (whole, hidden)):
         compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
         assert digest(compiled(x)) == digest(function(x)), function.__name__
 
@@ -40,7 +50,9 @@ def compiled_layers(rank: int, world: int, case: LayerCase) -> None:
 
     def both(x, ids, weights):
         first(x, ids, weights)  # nobody looks at the result, yet the other ranks wait for it
-        return second(x * 2, ids, weights) + 1
+        out = torch.full_like(x, float("nan"))
+        second(x * 2, ids, weights, out=out)
+        return out + 1
 
     compiled = torch.compile(both, fullgraph=True, backend="aot_eager")
     calls = 0

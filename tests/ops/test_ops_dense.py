@@ -39,12 +39,13 @@ def test_krn_23_depth_that_is_no_multiple_of_a_tile(run_ranks, depth):
 
 
 def test_krn_07_uneven_rows_are_refused_on_all_ranks(run_ranks):
-    """Ops that need the same T everywhere say so on every rank, with all T and the remedy; nobody waits, the next calls are right."""
+    """Ops that need the same T say so on every rank, with all T and the remedy; nobody waits, the next calls are right."""
     results = run_ranks(4, uneven)
     for told in results:
         for name, remedy in (("ag_gemm", "6, 7, 7, 7 rows, wanted the same number on all: pad x to the largest"),
                              ("gemm_rs", "24, 28, 28, 28 rows, wanted the same number on all: every rank holds all M rows"),
-                             ("dispatch_gemm", "6, 7, 7, 7 rows, wanted the same number on all: or pass tokens_per_rank=7 on all ranks"),
+                             ("dispatch_gemm", "6, 7, 7, 7 rows, wanted the same number on all: or pass tokens_per_rank=7 on all "
+                              "ranks"),
                              ("too small", "6, 7, 7, 7 tokens, more than tokens_per_rank=6; wanted at least 7")):
             error, text, seconds = told[name]
             assert error == "ArgumentError" and remedy in text and seconds < 3.0, (name, text)

@@ -13,8 +13,9 @@ X, IDS, W = torch.ones(4, 16), torch.zeros(4, 2, dtype=torch.int32), torch.ones(
 # (op, changed arguments, class, what the message must say); right calls are in ops_ranks.calls_by_name
 BAD = [
     ("ag_gemm", dict(x=X.double()), ArgumentTypeError, "x has dtype float64, wanted bfloat16 or float32"),
-    ("ag_gemm", dict(x=torch.ones(4, 17)), ArgumentError, "x.size(1) is 17, wanted a multiple of 8 (rows are moved in units of 16 bytes); "
-                                                          "the nearest valid values are 16 and 24"),
+    ("ag_gemm", dict(x=torch.ones(4, 17)), ArgumentError,
+     "x.size(1) is 17, wanted a multiple of 8 (rows are moved in units of 16 bytes); "
+     "the nearest valid values are 16 and 24"),
     ("ag_gemm", dict(x=torch.ones(4)), ArgumentError, "x has shape [4], wanted [T, H] = [any, any]"),
     ("ag_gemm", dict(weight=torch.ones(3, 24)), ArgumentError, "weight has shape [3, 24], wanted [N, H] = [any, 16]"),
     ("ag_gemm", dict(weight=torch.ones(0, 16)), ArgumentError, "weight.size(0) is 0, wanted an integer >= 1"),
@@ -22,15 +23,18 @@ BAD = [
     ("ag_gemm", dict(weight="w"), ArgumentTypeError, "weight must be a tensor [N, H], got str"),
     ("ag_gemm", dict(timeout_s=-1), ArgumentError, "timeout_s is -1, wanted seconds > 0"),
     ("ag_gemm", dict(timeout_s="1"), ArgumentTypeError, "timeout_s is '1' (str), wanted seconds > 0"),
-    ("ag_gemm", dict(x=X.clone().requires_grad_()), ArgumentError, "x has requires_grad=True, but moe_tk has the forward pass only"),
-    ("gemm_rs", dict(x=torch.ones(13, 5)), ArgumentError, "x has 13 rows, wanted a multiple of world=3; the nearest valid numbers are 12 "
-                                                          "and 15"),
+    ("ag_gemm", dict(x=X.clone().requires_grad_()), ArgumentError,
+     "x has requires_grad=True, but moe_tk has the forward pass only"),
+    ("gemm_rs", dict(x=torch.ones(13, 5)), ArgumentError,
+     "x has 13 rows, wanted a multiple of world=3; the nearest valid numbers are 12 and 15"),
     ("gemm_rs", dict(weight=torch.ones(12, 5)), ArgumentError, "weight.size(0) is 12, wanted a multiple of 8"),
     ("gemm_rs", dict(x=torch.ones(12, 0), weight=torch.ones(16, 0)), ArgumentError, "x.size(1) is 0, wanted an integer >= 1"),
     ("dispatch_gemm", dict(topk_ids=IDS.float()), ArgumentTypeError, "topk_ids has dtype float32, wanted int32 or int64"),
     ("dispatch_gemm", dict(topk_ids=IDS[:3]), ArgumentError, "topk_ids has shape [3, 2], wanted [T, k] = [4, 2]"),
-    ("dispatch_gemm", dict(topk_ids=torch.zeros(4, 0, dtype=torch.int32)), ArgumentError, "topk_ids.size(1) is 0, wanted an integer 1..6"),
-    ("dispatch_gemm", dict(topk_ids=torch.zeros(4, 7, dtype=torch.int32)), ArgumentError, "topk_ids.size(1) is 7, wanted an integer 1..6"),
+    ("dispatch_gemm", dict(topk_ids=torch.zeros(4, 0, dtype=torch.int32)), ArgumentError,
+     "topk_ids.size(1) is 0, wanted an integer 1..6"),
+    ("dispatch_gemm", dict(topk_ids=torch.zeros(4, 7, dtype=torch.int32)), ArgumentError,
+     "topk_ids.size(1) is 7, wanted an integer 1..6"),
     ("dispatch_gemm", dict(topk_weights=torch.full((4, 2), NAN)), ArgumentError, "topk_weights[0, 0] is nan on rank 1"),
     ("dispatch_gemm", dict(num_experts=0), ArgumentError, "num_experts is 0, wanted an integer >= 1"),
     ("dispatch_gemm", dict(mode="dp"), ArgumentError, "mode must be one of ep, tp, got 'dp'"),
@@ -38,9 +42,10 @@ BAD = [
     ("dispatch_gemm", dict(activation="relu"), ArgumentError, "activation is 'relu', wanted one of swiglu, gpt_oss"),
     ("dispatch_gemm", dict(swiglu_limit=-2.0), ArgumentError, "swiglu_limit is -2.0, wanted a number > 0"),
     ("dispatch_gemm", dict(w13=torch.ones(2, 7, 16)), ArgumentError, "w13 has 7 rows per expert, wanted an even number >= 2"),
-    ("dispatch_gemm", dict(w13=torch.ones(3, 8, 16)), ArgumentError, "w13 has shape [3, 8, 16], wanted [E_local, 2I, H] = [2, any, 16]"),
-    ("gemm_combine", dict(activated=torch.ones(64, 4)), ArgumentError, "activated has 64 rows, wanted at least 96: the output of "
-                                                                       "dispatch_gemm"),
+    ("dispatch_gemm", dict(w13=torch.ones(3, 8, 16)), ArgumentError,
+     "w13 has shape [3, 8, 16], wanted [E_local, 2I, H] = [2, any, 16]"),
+    ("gemm_combine", dict(activated=torch.ones(64, 4)), ArgumentError,
+     "activated has 64 rows, wanted at least 96: the output of dispatch_gemm"),
     ("gemm_combine", dict(topk_ids=[[0, 1]]), ArgumentTypeError, "topk_ids must be a tensor [T, k], got list"),
     ("gemm_combine", dict(w2=torch.ones(2, 12, 4)), ArgumentError, "w2.size(1) is 12, wanted a multiple of 8"),
     ("gemm_combine", dict(w2=torch.ones(2, 16, 5)), ArgumentError, "w2 has shape [2, 16, 5], wanted [E_local, H, I] = [2, any, 4]"),
@@ -48,12 +53,14 @@ BAD = [
     ("mega_moe", dict(w2=torch.ones(2, 24, 4)), ArgumentError, "w2 has shape [2, 24, 4], wanted [E_local, H, I] = [2, 16, 4]"),
     ("mega_moe", dict(topk_ids=W, topk_weights=IDS), ArgumentTypeError, "are they swapped?"),
     ("mega_moe", dict(hidden_states=X.half()), ArgumentTypeError, "hidden_states has dtype float16, wanted bfloat16 or float32"),
-    ("mega_moe", dict(hidden_states=X.to("meta")), ArgumentError, "hidden_states is on meta, but this layer runs on the CPU back end"),
+    ("mega_moe", dict(hidden_states=X.to("meta")), ArgumentError,
+     "hidden_states is on meta, but this layer runs on the CPU back end"),
 ]
 
 
 def test_ops_04_bad_arguments_are_told_to_all(run_ranks):
-    """ArgumentError with argument, value and valid values where it is bad, PeerRefused with the same on the others, and on it goes."""
+    """ArgumentError with argument, value and valid values where it is bad, PeerRefused with the same on the others; the next
+    call is right."""
     results = run_ranks(3, refused, [(op, changed) for op, changed, _, _ in BAD])
     for number, (op, changed, kind, text) in enumerate(BAD):
         told = [result[number] for result in results]
@@ -97,7 +104,8 @@ def test_a_rank_that_does_not_call_is_named(run_ranks, op):
     results = run_ranks(3, absent, op, 2)
     for told in results[:2]:
         (error, text, seconds), (second, second_text, _) = told
-        assert error == "ProtocolTimeout" and text.startswith(f"{op}: missing rank 2.") and "phase exchange" in text and seconds < 1.4
+        assert error == "ProtocolTimeout" and text.startswith(f"{op}: missing rank 2.") and "phase exchange" in text
+        assert seconds < 1.4
         assert second == "MoETkError" and "release_ops_memory() on every rank" in second_text
 
 

@@ -35,12 +35,12 @@ def samples(layer, tokens: int, dtype: torch.dtype = torch.float32) -> dict[str,
     }
 
 
-def small_layer():
-    return LayerCase((), (), num_experts=6, top_k=2, hidden=16, inter=4, max_tokens=64).layer()
+def small_layer(dtype: torch.dtype = torch.float32):
+    return LayerCase((), (), num_experts=6, top_k=2, hidden=16, inter=4, max_tokens=64, dtype=dtype).layer()
 
 
 def test_every_op_is_registered():
-    assert sorted(op._name.split("::")[1] for op in OPS) == sorted(["moe_layer", *(n for n in ops.__all__ if n != "release_ops_memory")])
+    assert sorted(NAMES) == sorted(["moe_layer", *(n for n in ops.__all__ if n != "release_ops_memory")])
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -50,16 +50,15 @@ def test_ops_01_opcheck(name, tokens, nothing_left):
     layer = small_layer()
     op = getattr(torch.ops.moe_tk, name).default
     results = opcheck(op, samples(layer, tokens)[name])
-    assert results == dict.fromkeys(["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"], "SUCCESS")
+    assert results == dict.fromkeys(["test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"],
+                                    "SUCCESS")
 
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ops_01_fake_outputs_are_like_real_ones(name, dtype, nothing_left):
     """Shape, dtype and strides, for several T, also where an input is strided."""
-    layer = small_layer()
-    if name == "moe_layer" and dtype == torch.bfloat16:
-        pytest.skip("this layer is a float32 one")
+    layer = small_layer(dtype)
     op = getattr(torch.ops.moe_tk, name)
     for tokens in (0, 1, 33):
         arguments = samples(layer, tokens, dtype)[name]
@@ -107,7 +106,8 @@ def test_a_layer_that_is_gone_has_no_handle(nothing_left):
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_ops_01_compiled_ops_give_the_same_bits(run_ranks, world):
-    run_ranks(world, compiled_ops, LayerCase(((9,) * world,), ("uniform",), num_experts=6, top_k=2, hidden=16, inter=4), limit_s=180.0)
+    run_ranks(world, compiled_ops, LayerCase(((9,) * world,), ("uniform",), num_experts=6, top_k=2, hidden=16, inter=4),
+              limit_s=180.0)
 
 
 @pytest.mark.parametrize("world", [1, 2])
@@ -116,23 +116,43 @@ def test_ops_01_compiled_layers_drop_and_reorder_nothing(run_ranks, world):
     run_ranks(world, compiled_layers, LayerCase(counts, ("uniform", "half", "out_of_range")), limit_s=180.0)
 
 
-@pytest.mark.parametrize("code", [
-    "import torch, moe_tk.ops; torch.ops.moe_tk.ag_gemm",
-    "import moe_tk, torch; moe_tk.ops; torch.ops.moe_tk.gemm_rs",
-    "import moe_tk; moe_tk.ops.mega_moe; import torch; torch.ops.moe_tk.mega_moe",
-    "import torch, moe_tk; moe_tk.MoELayer; torch.ops.moe_tk.moe_layer",
+ORDERS = (
+    "import moe_tk.ops; torch.ops.moe_tk.ag_gemm",
+    "import moe_tk; moe_tk.ops; torch.ops.moe_tk.gemm_rs",
+    "import moe_tk; moe_tk.MoELayer; torch.ops.moe_tk.moe_layer",
     "import moe_tk.layer, moe_tk.ops", "import moe_tk.ops.registered, moe_tk.layer", "import moe_tk.ops.sessions",
-])
-def test_import_orders(code):
+)
+FORKS = """
+import os, sys, traceback, torch
+for code in sys.argv[1:]:
+    child = os.fork()
+    if child == 0:
+        try:
+            exec(code)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        sys.exit(f"failed: {code}")
+"""
+
+
+def python(*arguments: str) -> subprocess.CompletedProcess:
+    """A new interpreter that sees this checkout."""
+    return subprocess.run([sys.executable, "-c", *arguments], cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+                          capture_output=True, text=True, timeout=120)
+
+
+def test_import_orders():
     """The ops are there once moe_tk.ops or the layer has been used; no order of imports is a circle."""
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True,
-                          text=True, timeout=120)
+    done = python(FORKS, *ORDERS)
     assert done.returncode == 0, done.stderr
 
 
-def test_torch_ops_without_moe_tk_ops_are_missing():
-    """import moe_tk alone loads no torch and registers nothing."""
-    code = "import torch, moe_tk; torch.ops.moe_tk.ag_gemm"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"}, capture_output=True,
-                          text=True, timeout=120)
+def test_moe_tk_before_torch_and_alone():
+    """Used before torch it brings the ops with it; import moe_tk alone registers nothing."""
+    done = python("import moe_tk; moe_tk.ops.mega_moe; import torch; torch.ops.moe_tk.mega_moe")
+    assert done.returncode == 0, done.stderr
+    done = python("import torch, moe_tk; torch.ops.moe_tk.ag_gemm")
     assert done.returncode != 0 and "'_OpNamespace' 'moe_tk' object has no attribute 'ag_gemm'" in done.stderr

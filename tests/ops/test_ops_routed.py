@@ -38,7 +38,8 @@ def test_num_02_experts_without_rows_leave_no_garbage(run_ranks, sizes):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_mega_moe_is_the_layer(run_ranks, dtype, weight_position, mode):
     """Uneven T (KRN-07), T that grows and shrinks from call to call, segments that follow from it, twice each."""
-    case = LayerCase(((40, 0, 9), (0, 0, 0), (300, 33, 4), (1, 1, 1)), ("half", "uniform", "zipf", "hot_rank"), 7, 3, 24, 19, dtype=dtype)
+    case = LayerCase(((40, 0, 9), (0, 0, 0), (300, 33, 4), (1, 1, 1)), ("half", "uniform", "zipf", "hot_rank"), 7, 3, 24, 19,
+                     dtype=dtype)
     run_ranks(3, mega, case, mode=mode, weight_position=weight_position, activation="gpt_oss", swiglu_limit=2.0)
 
 

@@ -23,13 +23,18 @@ struct patience {
         : begin_ns(platform::now_ns()), alive_ns(begin_ns), looked_ns(begin_ns), last_sign(sign) {}
 
     MOE_TK_FN bool over(uint32_t sign, uint64_t limit_ns) {
-        const uint64_t now = platform::now_ns();
-        if (now - looked_ns > FROZEN_NS) alive_ns += now - looked_ns - FROZEN_NS;
-        looked_ns = now;
+        const uint64_t now = look();
         if (sign != last_sign) { last_sign = sign; alive_ns = now; }
         return now - alive_ns >= limit_ns;
     }
-    MOE_TK_FN uint64_t waited_ns() const { return platform::now_ns() - begin_ns; }
+    MOE_TK_FN uint64_t waited_ns() { return look() - begin_ns; }
+
+    // The time of this look; what it comes too late for is taken off both clocks.
+    MOE_TK_FN uint64_t look() {
+        const uint64_t now = platform::now_ns(), gap = now - looked_ns;
+        if (gap > FROZEN_NS) { begin_ns += gap - FROZEN_NS; alive_ns += gap - FROZEN_NS; }
+        return looked_ns = now;
+    }
 };
 
 MOE_TK_FN abort_kind why_stop(const wait_context &context, uint64_t missing, bool over) {

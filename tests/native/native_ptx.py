@@ -76,5 +76,6 @@ def remote_accesses(instructions: list[Instruction], sources: tuple[str, ...]) -
                 local = True
         if (len(tainted), local) == before:
             break
-    return [i.opcode for i in instructions if _MEMORY.match(i.opcode) and not i.opcode.startswith(("ld.param", "ld.local", "st.local"))
+    own = ("ld.param", "ld.local", "st.local")
+    return [i.opcode for i in instructions if _MEMORY.match(i.opcode) and not i.opcode.startswith(own)
             and i.address and set(_REGISTER.findall(i.address)) & tainted]
