@@ -129,7 +129,7 @@ class CudaMoELayer(MoELayer):
         with self.session.one_call("moe_layer", self.timeout_s), torch.cuda.device(self.device):
             try:
                 hidden, ids, weights, out = self._check_arguments(hidden_states, topk_ids, topk_weights, out)
-            except ArgumentError:
+            except Exception:  # whatever keeps this rank from taking part, the others must hear of it
                 self._calls.refuse(self._signature)
                 raise
             self._calls.forward(hidden, ids, weights, out, signature=self._signature)

@@ -7,5 +7,6 @@
 #include "ops/sync.cuh"
 #include "ops/tma.cuh"
 #include "types/gl.cuh"
+#include "types/pgl.cuh"
 #include "types/rt.cuh"
 #include "types/st.cuh"

@@ -27,7 +27,8 @@ def grouped_gemm(x: Tensor, w: Tensor, expert_offsets: Tensor, *, expert_rows: T
     limits g <= limit and |u| <= limit (None: none). slot_weight [S] float32.
     e4m3: x_scale [K / 128, S] float32 (S a multiple of 4), w_scale from scale_pairs; the sums are float32. Out is bfloat16; with
     an activation it is e4m3 with new scales, and the result is (out, out_scale [N / 256, S]).
-    K and N are multiples of 64 (e4m3: K of 128; with an activation N of 128, e4m3 of 256). tile names a configuration, None: chosen.
+    K and N are multiples of 64 (e4m3: K of 128; with an activation N of 128, e4m3 of 256). tile names a configuration, None:
+    chosen.
 
     On CUDA it runs on the current stream, synchronises nothing and can be captured in a graph. Raises ArgumentError.
     """
@@ -89,7 +90,8 @@ def _check_sizes(x: Tensor, w: Tensor, activation: bool) -> None:
     for name, (size, step) in steps.items():
         if size % step or size == 0:
             low = size // step * step
-            raise ArgumentError(f"{name} is {size}; wanted a multiple of {step}, nearest: {f'{low} or ' if low else ''}{low + step}")
+            nearest = f"{low} or {low + step}" if low else f"{step}"
+            raise ArgumentError(f"{name} is {size}; wanted a multiple of {step}, nearest: {nearest}")
 
 
 def _check_scales(x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor | None) -> None:
@@ -99,7 +101,8 @@ def _check_scales(x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor 
     if not scaled:
         return
     blocks = x.shape[1] // 128
-    for name, tensor, shape in (("x_scale", x_scale, (blocks, x.shape[0])), ("w_scale", w_scale, (w.shape[0], -(-w.shape[1] // 128), blocks, 2))):
+    for name, tensor, shape in (("x_scale", x_scale, (blocks, x.shape[0])),
+                                ("w_scale", w_scale, (w.shape[0], -(-w.shape[1] // 128), blocks, 2))):
         if tensor.shape != shape or tensor.dtype != torch.float32 or not tensor.is_contiguous() or tensor.device != x.device:
             raise ArgumentError(f"{name} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; wanted {shape} float32 on "
                                 f"{x.device}, contiguous")
@@ -109,9 +112,10 @@ def _check_scales(x: Tensor, w: Tensor, x_scale: Tensor | None, w_scale: Tensor 
 
 def _check_alignment(x: Tensor, out: Tensor) -> None:
     for name, tensor in (("x", x), ("out", out)):
-        if tensor.data_ptr() % 16 or tensor.stride(0) * tensor.element_size() % 16:
-            raise ArgumentError(f"{name} starts at {tensor.data_ptr():#x} with rows {tensor.stride(0) * tensor.element_size()} bytes "
-                                "apart; both must be multiples of 16 bytes")
+        apart = tensor.stride(0) * tensor.element_size()
+        if tensor.data_ptr() % 16 or apart % 16:
+            raise ArgumentError(f"{name} starts at {tensor.data_ptr():#x} with rows {apart} bytes apart; both must be multiples "
+                                "of 16")
 
 
 def _on_host(x: Tensor, w: Tensor, offsets: Tensor, row_block: int, swiglu: dict[str, float] | None, slot_weight: Tensor | None,
@@ -127,7 +131,8 @@ def _on_host(x: Tensor, w: Tensor, offsets: Tensor, row_block: int, swiglu: dict
     product = out if direct else torch.zeros(x.shape[0], w.shape[1])
     left = left.contiguous()
     host.host_module().grouped_gemm(dtype=host.dtype_code(left.dtype), a=left.data_ptr(), weights=right.data_ptr(),
-                                    out=product.data_ptr(), offsets=bounds, depth=x.shape[1], columns=w.shape[1], row_block=row_block)
+                                    out=product.data_ptr(), offsets=bounds, depth=x.shape[1], columns=w.shape[1],
+                                    row_block=row_block)
     if direct:
         return
     rows = slice(bounds[0], bounds[-1])

@@ -98,10 +98,12 @@ def make_plan(dtype: torch.dtype, expert_offsets: Tensor, expert_rows: Tensor | 
 
 def launch(plan: GemmPlan, x: Tensor, w: Tensor, out: Tensor, *, swiglu: dict[str, float] | None = None,
            slot_weight: Tensor | None = None, x_scale: Tensor | None = None, w_scale: Tensor | None = None,
-           out_scale: Tensor | None = None, hooks: dict[str, int] | None = None) -> None:
+           out_scale: Tensor | None = None, hooks: dict[str, int] | None = None, num_blocks: int | None = None) -> None:
     """One persistent launch on the current stream, out = epilogue(x w^T). Shapes as in moe_tk.ops.grouped_gemm, unchecked.
 
     swiglu: alpha, beta, limit. hooks: gate_arrived, gate_want, gate_record, push_finished (pointers), gate_timeout_ns.
+    num_blocks: of the persistent grid, None: one for each multiprocessor. A block fills its multiprocessor, so with a gate
+    whoever delivers the rows on this GPU needs multiprocessors that are left out here.
     """
     pointers: dict[str, Any] = dict(hooks or {})
     if slot_weight is not None:
@@ -115,7 +117,7 @@ def launch(plan: GemmPlan, x: Tensor, w: Tensor, out: Tensor, *, swiglu: dict[st
         dtype=plan.dtype, variant=plan.variant["index"], swiglu=swiglu is not None, tokens=x.data_ptr(), weights=w.data_ptr(),
         out=out.data_ptr(), num_slots=x.shape[0], n=w.shape[1], k=w.shape[2], num_experts=w.shape[0], tokens_stride=x.stride(0),
         out_stride=out.stride(0), tasks=plan.tasks.data_ptr(), num_tasks_ptr=plan.num_tasks.data_ptr(),
-        block_rows=plan.block_rows.data_ptr(), num_sms=num_sms(x.device), weights_policy=plan.weights_policy,
+        block_rows=plan.block_rows.data_ptr(), num_sms=num_blocks or num_sms(x.device), weights_policy=plan.weights_policy,
         stream=_stream(x.device), **(swiglu or {}), **pointers)
 
 

@@ -1,9 +1,9 @@
 """Where the C++ and CUDA sources are, and which modules they make.
 
 Convention: `tk_kernels/bindings/X_module.cpp` is the host module `moe_tk_X`, and `tk_kernels/bindings/Y_module.cu`
-is the CUDA module `moe_tk_Y`. A module of several sources names the others, relative to the native root, in comment lines
-`// with: PATH PATH` of its binding; they are compiled side by side. All of `tk_kernels/probe/*.cu` make one CUDA module,
-`moe_tk_probe`, which the doctor loads. A new binding needs no entry in a list.
+is the CUDA module `moe_tk_Y`. All of `tk_kernels/probe/*.cu` make one CUDA module, `moe_tk_probe`, which the doctor loads.
+A new binding needs no entry in a list. A module of several sources names the others, relative to the native root, in comment
+lines `// with: PATH PATH` of its binding; they are compiled side by side.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ def hooked(layout, x, w, arrived, want, finished, record, timeout_ns):
                           tile="128x256_s4_c2")
     gemm.launch(plan, x, w, out, hooks={"gate_arrived": arrived.data_ptr(), "gate_want": want.data_ptr(),
                                         "gate_record": record.data_ptr(), "push_finished": finished.data_ptr(),
-                                        "gate_timeout_ns": timeout_ns})
+                                        "gate_timeout_ns": timeout_ns},
+                num_blocks=gemm.num_sms(x.device) - 8)
     return out
 
 
@@ -67,9 +68,16 @@ def test_gate_waits_for_late_rows_and_push_counts_tiles(hopper):
     real_x = random_rows(layout, 512, torch.Generator(hopper).manual_seed(2)).bfloat16()
     x = torch.full_like(real_x, torch.nan)
     w = torch.randn(len(COUNTS), 768, 512, device=hopper).bfloat16()
-    hooked(layout, x, w, want, want, finished, record, SECOND_NS)  # loads the kernel before anything waits
-    finished.fill_(100)
     side, main = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(side):  # loads every kernel before anything waits: loading one may wait for the GPU to be idle
+        torch.cuda._sleep(1000)
+        x.copy_(x.clone())
+        arrived.fill_(3)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(main):
+        hooked(layout, x, w, want, want, finished, record, SECOND_NS)
+    torch.cuda.synchronize()
+    finished.fill_(100)
     torch.cuda.synchronize()
     with torch.cuda.stream(main):
         out = hooked(layout, x, w, arrived, want, finished, record, 10 * SECOND_NS)

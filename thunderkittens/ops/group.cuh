@@ -2,6 +2,8 @@
 #pragma once
 
 #include "memory.cuh"
+#include "mma.cuh"
+#include "registers.cuh"
 #include "sync.cuh"
 #include "wgmma.cuh"
 
@@ -15,6 +17,9 @@ template <int GROUP_WARPS> struct group_base : group_memory<GROUP_WARPS> {
 };
 
 template <int GROUP_WARPS> struct group : group_base<GROUP_WARPS> {};
+template <> struct group<1> : group_base<1>, warp_mma, warp_registers {
+    static __device__ __forceinline__ void sync() { __syncwarp(); }
+};
 template <> struct group<WARPGROUP_WARPS> : group_base<WARPGROUP_WARPS>, group_wgmma<WARPGROUP_WARPS> {
     template <int COUNT> static __device__ __forceinline__ void increase_registers() {
         kittens::increase_registers<COUNT>();
