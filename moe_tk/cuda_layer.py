@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_tk.arguments import ID_DTYPES, WEIGHT_DTYPES, names
+from moe_tk.arguments import as_contiguous, check_routing_tensors, check_tensor
 from moe_tk.config import env
 from moe_tk.errors import ArgumentError, ArgumentTypeError, TopologyError
 from moe_tk.group import RankGroup, resolve_group
@@ -119,8 +119,10 @@ class CudaMoELayer(MoELayer):
         first, second = (experts, 2 * inter, hidden), (experts, hidden, inter)
         if transposed:
             first, second = (experts, hidden, 2 * inter), (experts, inter, hidden)
-        self._check("w13", w13, (self.dtype,), first, "[E_local, H, 2I]" if transposed else "[E_local, 2I, H]")
-        self._check("w2", w2, (self.dtype,), second, "[E_local, I, H]" if transposed else "[E_local, H, I]")
+        check_tensor("w13", w13, dtypes=(self.dtype,), shape=first, device=self.device,
+                     layout="[E_local, H, 2I]" if transposed else "[E_local, 2I, H]")
+        check_tensor("w2", w2, dtypes=(self.dtype,), shape=second, device=self.device,
+                     layout="[E_local, I, H]" if transposed else "[E_local, H, I]")
         with torch.cuda.device(self.device):
             self._calls.load_weights(*from_checkpoint(w13.detach(), w2.detach(), interleaved=interleaved, transposed=transposed))
 
@@ -144,41 +146,20 @@ class CudaMoELayer(MoELayer):
                          out: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if self._calls.w13 is None:
             raise ArgumentError("the layer has no weights: call load_weights(w13, w2) first")
-        hidden = self._check("hidden_states", hidden_states, (self.dtype,), (None, self.hidden_size), "[T, H]")
+        hidden = check_tensor("hidden_states", hidden_states, dtypes=(self.dtype,), shape=(None, self.hidden_size),
+                              layout="[T, H]", device=self.device)
         tokens = hidden.shape[0]
         if tokens > self.max_tokens_per_rank:
             raise ArgumentError(f"hidden_states has {tokens} tokens, more than max_tokens_per_rank={self.max_tokens_per_rank}")
-        if isinstance(topk_ids, Tensor) and isinstance(topk_weights, Tensor):
-            if topk_ids.is_floating_point() and not topk_weights.is_floating_point():
-                raise ArgumentTypeError(f"topk_ids is {topk_ids.dtype} and topk_weights is {topk_weights.dtype}: are they swapped? "
-                                        "The order is (hidden_states, topk_ids, topk_weights)")
-        ids = self._check("topk_ids", topk_ids, ID_DTYPES, (tokens, self.top_k), "[T, k]")
-        weights = self._check("topk_weights", topk_weights, WEIGHT_DTYPES, (tokens, self.top_k), "[T, k]")
+        ids, weights = check_routing_tensors(topk_ids, topk_weights, num_tokens=tokens, top_k=self.top_k, device=self.device)
         if out is None:
             out = torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.device)
-        self._check("out", out, (self.dtype,), (tokens, self.hidden_size), "[T, H]")
+        check_tensor("out", out, dtypes=(self.dtype,), shape=(tokens, self.hidden_size), layout="[T, H]", device=self.device)
         if not out.is_contiguous() or out.data_ptr() % 16:
             raise ArgumentError(f"out has strides {out.stride()} and address {out.data_ptr():#x}, wanted a contiguous tensor at a "
                                 "multiple of 16 bytes")
-        hidden = hidden.contiguous()
+        hidden = as_contiguous("hidden_states", hidden)
         return hidden if hidden.data_ptr() % 16 == 0 else hidden.clone(), ids.contiguous(), weights.contiguous(), out
-
-    def _check(self, name: str, value: Any, dtypes: tuple[torch.dtype, ...], shape: tuple[int | None, ...], layout: str) -> Tensor:
-        """`value`, if it is a tensor on the layer's device of one of `dtypes` and of `shape` that needs no gradient."""
-        if not isinstance(value, Tensor):
-            raise ArgumentTypeError(f"{name} must be a tensor {layout}, got {type(value).__name__}")
-        if value.dtype not in dtypes:
-            raise ArgumentTypeError(f"{name} has dtype {str(value.dtype).removeprefix('torch.')}, wanted {names(dtypes)}")
-        if value.device != self.device:
-            raise ArgumentError(f"{name} is on {value.device}, but this layer runs on {self.device}")
-        extents = zip(value.shape, shape, strict=False)
-        if value.dim() != len(shape) or any(want is not None and have != want for have, want in extents):
-            wanted = [("any" if extent is None else extent) for extent in shape]
-            raise ArgumentError(f"{name} has shape {list(value.shape)}, wanted {layout} = {wanted}".replace("'", ""))
-        if value.requires_grad and torch.is_grad_enabled():
-            raise ArgumentError(f"{name} requires a gradient, but moe_tk has the forward pass only: call it under "
-                                f"torch.no_grad() or pass {name}.detach()")
-        return value
 
 
 def own_device(group: RankGroup, device: torch.device | str | int | None) -> torch.device:

@@ -185,6 +185,42 @@ def test_without_a_gpu_the_error_says_what_to_use():
         moe_tk.MoELayer(**SIZES, protocol="nvlink")
 
 
+def bare_layer(device: str) -> CudaMoELayer:
+    """A layer without a session: what looks at arguments only. The device may be the CPU here."""
+    layer = CudaMoELayer.__new__(CudaMoELayer)
+    layer._calls, layer.device, layer.dtype = SimpleNamespace(w13=object()), torch.device(device), torch.bfloat16
+    layer.hidden_size, layer.top_k, layer.max_tokens_per_rank = 64, 2, 16
+    return layer
+
+
+def arguments(tokens: int = 8) -> list[torch.Tensor]:
+    return [torch.zeros(tokens, 64, dtype=torch.bfloat16), torch.zeros(tokens, 2, dtype=torch.int64), torch.ones(tokens, 2)]
+
+
+@pytest.mark.parametrize("device, change, error, text", [
+    ("cuda:1", lambda x, ids, w: (x, ids, w), ArgumentError, "hidden_states is on cpu, but this layer runs on cuda:1"),
+    ("cpu", lambda x, ids, w: (x.float(), ids, w), ArgumentTypeError, "hidden_states has dtype float32"),
+    ("cpu", lambda x, ids, w: (x, w, ids), ArgumentTypeError, "are they swapped"),
+    ("cpu", lambda x, ids, w: (x, ids[:, :1], w), ArgumentError, "topk_ids has shape"),
+    ("cpu", lambda x, ids, w: (x, ids, w, x[:, ::2].repeat(1, 2)[1:]), ArgumentError, "out has shape"),
+    ("cpu", lambda x, ids, w: (x, ids, w, x.T.contiguous().T), ArgumentError, "out has strides"),
+    ("cpu", lambda x, ids, w: (*arguments(17), None), ArgumentError, "17 tokens, more than max_tokens_per_rank=16"),
+    ("cpu", lambda x, ids, w: (x.requires_grad_(), ids, w), ArgumentError, "forward pass only")])
+def test_arguments_of_a_call_are_checked(device, change, error, text):
+    changed = list(change(*arguments()))
+    with pytest.raises(error, match=text):
+        bare_layer(device)._check_arguments(*changed, *[None] * (4 - len(changed)))
+
+
+def test_rows_that_bulk_copies_cannot_read_are_copied():
+    x, ids, weights = arguments()
+    odd = torch.zeros(8 * 64 + 1, dtype=torch.bfloat16)[1:].view(8, 64)
+    for given in (odd, x.T.contiguous().T):
+        hidden, _, _, out = bare_layer("cpu")._check_arguments(given, ids, weights, None)
+        assert hidden.data_ptr() % 16 == 0 and hidden.is_contiguous() and torch.equal(hidden, given) and out.shape == x.shape
+    assert bare_layer("cpu")._check_arguments(x, ids, weights, None)[0] is x
+
+
 def test_protocol_chooses_the_back_end(monkeypatch):
     assert type(moe_tk.MoELayer.__new__(moe_tk.MoELayer, protocol="nvlink")) is CudaMoELayer
     assert type(moe_tk.MoELayer.__new__(moe_tk.MoELayer)) is moe_tk.MoELayer
