@@ -76,8 +76,8 @@ template <class Cfg> void launch_scatter(const workspace_view &w, const layer_ca
 
 template <class Gather, class Scatter> constexpr fused_variant make_fused(const char *name) {
     static_assert(Gather::BLOCK_M == Scatter::BLOCK_M, "both GEMMs of a call share the slots and their row blocks");
-    return {name, Gather::BLOCK_M, Gather::BLOCK_N, Scatter::BLOCK_N, gather_shared_bytes<Gather>(), shared_bytes<Scatter, bf16>(), prepare<Gather, Scatter>,
-            launch_gather<Gather>, launch_scatter<Scatter>};
+    return {name, Gather::BLOCK_M, Gather::BLOCK_N, Scatter::BLOCK_N, gather_shared_bytes<Gather>(), shared_bytes<Scatter, bf16>(),
+            prepare<Gather, Scatter>, launch_gather<Gather>, launch_scatter<Scatter>};
 }
 
 // One output buffer per warpgroup where the mover's ring needs the room: SwiGLU has half as many columns to store.
