@@ -92,8 +92,9 @@ def main() -> int:
     for seed in range(args.first, args.first + args.schedules):
         verdicts.append(one(seed))
         scenario, problems = verdicts[-1].scenario, verdicts[-1].problems
-        console.print(f"seed {seed}: {scenario.action} of rank {scenario.victim} of {scenario.world}, {scenario.pattern} {scenario.mode}, "
-                      f"{scenario.phase} {scenario.point}: {'; '.join(problems) or 'as it should be'}", highlight=False, markup=False)
+        console.print(f"seed {seed}: {scenario.action} of rank {scenario.victim} of {scenario.world}, {scenario.pattern} "
+                      f"{scenario.mode}, {scenario.phase} {scenario.point}: {'; '.join(problems) or 'as it should be'}",
+                      highlight=False, markup=False)
     show(verdicts, console)
     if args.json:
         args.json.write_text(json.dumps(record(verdicts, before), indent=1) + "\n")

@@ -216,7 +216,6 @@ def rebuild(survivors: list[int], old_rank: int, store: str, *, mode: str = "ep"
 
 def run_rank(rank: int, world: int, scenario: Scenario, board_path: str, store: str) -> Account:
     """One rank of a scenario."""
-    use_fault_points()
     os.environ["MOE_TK_RECORD_DIR"] = str(Path(store).parent)
     board, account = Board(board_path, world), Account()
     layer = make_layer(pattern=scenario.pattern, mode=scenario.mode, timeout_s=scenario.timeout_s, pull=scenario.pull,
@@ -245,6 +244,15 @@ def run_rank(rank: int, world: int, scenario: Scenario, board_path: str, store: 
     return account
 
 
+def start_ranks(world: int, target: Callable, *args: Any, timeout_s: float) -> RankProcesses:
+    """Ranks whose module has fault points; this process goes on with the module that it has."""
+    os.environ["MOE_TK_FAULT_POINTS"] = "1"
+    try:
+        return RankProcesses(world, target, *args, timeout_s=timeout_s)
+    finally:
+        del os.environ["MOE_TK_FAULT_POINTS"]
+
+
 def run_ranks(world: int, target: Callable, *args: Any, folder: Path, outside: Callable | None = None,
               timeout_s: float = 60.0) -> list[Outcome]:
     """Outcomes of ranks that run target(rank, world, board path, *args); outside(board, ranks) is called while they run.
@@ -252,7 +260,7 @@ def run_ranks(world: int, target: Callable, *args: Any, folder: Path, outside: C
     Asserts that no process and no shared memory is left.
     """
     board = Board(folder / "board", world, create=True)
-    with RankProcesses(world, target, str(folder / "board"), *args, timeout_s=timeout_s) as ranks:
+    with start_ranks(world, target, str(folder / "board"), *args, timeout_s=timeout_s) as ranks:
         pids = [process.pid for process in ranks.processes]
         if outside is not None:
             outside(board, ranks)
@@ -277,11 +285,6 @@ def values(outcomes: list[Outcome]) -> list[Any]:
     for rank, outcome in enumerate(outcomes):
         assert outcome.error is None, f"rank {rank}: {outcome.error}"
     return [outcome.value for outcome in outcomes]
-
-
-def use_fault_points() -> None:
-    """For this process, before its module is loaded."""
-    os.environ["MOE_TK_FAULT_POINTS"] = "1"
 
 
 def failure_of(call: Callable[[], Any]) -> tuple[str, str, float]:
@@ -309,7 +312,7 @@ def play(scenario: Scenario, folder: Path) -> Verdict:
     """Runs a scenario in `folder` (new, empty) and judges it."""
     begin = time.monotonic()
     board = Board(folder / "board", scenario.world, create=True)
-    with RankProcesses(scenario.world, run_rank, scenario, str(folder / "board"), str(folder / "store"), timeout_s=90.0) as ranks:
+    with start_ranks(scenario.world, run_rank, scenario, str(folder / "board"), str(folder / "store"), timeout_s=90.0) as ranks:
         pids = [process.pid for process in ranks.processes]
         _act_from_outside(scenario, board, ranks)
         outcomes = ranks.outcomes()

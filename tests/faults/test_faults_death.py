@@ -31,7 +31,6 @@ from fault_lab import (
     rebuild,
     routed_to,
     run_ranks,
-    use_fault_points,
     values,
 )
 
@@ -48,7 +47,7 @@ def test_krn_11_killed_in_a_phase(tmp_path, phase, world, pattern, mode, pull):
     assert verdict.problems == []
 
 
-@pytest.mark.parametrize("seconds", [0.0, 0.004, 0.011])
+@pytest.mark.parametrize("seconds", [0.0, 0.007])
 def test_krn_11_killed_at_any_moment(tmp_path, seconds):
     verdict = play(Scenario(world=4, action="kill_outside", seconds=seconds, calls_after=200, victim=2), tmp_path)
     assert verdict.problems == []
@@ -61,7 +60,6 @@ def test_krn_11_killed_under_the_serial_pattern(tmp_path):
 
 def die_one_after_the_other(rank: int, world: int, board_path: str, store: str) -> list[float]:
     """The last rank dies, the others form a new group, until one is left. Returns the latencies of this rank."""
-    use_fault_points()
     board, wrong, latencies = Board(board_path, world), [], []
     layer = make_layer()
     for left in range(world - 1, 0, -1):
@@ -114,7 +112,6 @@ def test_sym_09_killed_in_the_set_up(tmp_path, step):
 
 def leave_early(rank: int, world: int, board_path: str, how: str) -> list[str]:
     """Rank 0 has no tokens and no work, and leaves; rank 2 computes long for rank 1."""
-    use_fault_points()
     wrong: list[str] = []
     layer = make_layer(timeout_s=5.0)
     checked_call(layer, inputs(rank, 0), wrong)

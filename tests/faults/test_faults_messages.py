@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
 import re
 import time
 
@@ -23,7 +24,6 @@ from fault_lab import (
     play,
     routed_to,
     run_ranks,
-    use_fault_points,
     values,
 )
 
@@ -72,7 +72,6 @@ def test_raising_before_the_call_and_a_new_layer_in_the_same_group(tmp_path):
 
 def chain(rank: int, world: int, board_path: str) -> tuple[str, str]:
     """Rank 0 waits for rank 1, rank 1 for rank 2, rank 2 is stopped while it sends; rank 3 needs nobody."""
-    use_fault_points()
     board, wrong = Board(board_path, world), []
     layer = make_layer(timeout_s=1.0, compute_blocks=4)
     checked_call(layer, inputs(rank, 0), wrong)
@@ -166,7 +165,8 @@ GARBAGE = {
     **{f"{key} is {value!r}": json.dumps({**WHOLE, key: value}).encode() for key, value in (
         ("records", 5), ("records", [5]), ("records", [{}]), ("world", "2"), ("world", 10**9), ("dead", 3), ("dead", ["x"]),
         ("op", None), ("message", 3), ("records", [{**record(0, [1]), "missing": 1}]),
-        ("records", [{**record(0, [1]), "seconds": "x"}]), ("records", [{**record(0, [1]), "rank": 9}]), ("records", [{**record(0, [1]), "missing": [9]}]))},
+        ("records", [{**record(0, [1]), "seconds": "x"}]),
+        ("records", [{**record(0, [1]), "rank": 9}]), ("records", [{**record(0, [1]), "missing": [9]}]))},
 }
 
 
@@ -202,41 +202,37 @@ def test_a_limit_in_the_environment_is_checked(monkeypatch, name, value):
         env(name)
 
 
-def one_rank_layer(**options) -> moe_tk.MoELayer:
-    return moe_tk.MoELayer(num_experts=2, top_k=1, hidden_size=8, intermediate_size=8, max_tokens_per_rank=4, dtype=torch.float32,
-                           **options)
+def pass_limits(rank: int, world: int, board_path: str) -> tuple[list[tuple[str, str]], list[float]]:
+    x = torch.zeros(4, 8)
+    refused = []
+    for value in (0, -1.0, float("nan"), float("inf"), "1", True, [1]):
+        for call in (make_layer, lambda **limit: moe_tk.ops.ag_gemm(x, x, **limit), lambda **limit: moe_tk.ops.gemm_rs(x, x, **limit)):
+            refused.append(failure_of(lambda call=call, value=value: call(timeout_s=value))[:2])
+    taken = [make_layer(timeout_s=None).timeout_s]
+    os.environ["MOE_TK_TIMEOUT_S"] = "2.5"
+    return refused, [*taken, make_layer(timeout_s=None).timeout_s, make_layer(timeout_s=4).timeout_s]
 
 
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "1", True, [1]])
-def test_a_limit_that_is_passed_is_checked(value):
-    with pytest.raises(moe_tk.ArgumentError, match="timeout_s is .*, wanted seconds > 0"):
-        one_rank_layer(timeout_s=value)
-    x, w = torch.zeros(4, 8), torch.zeros(4, 8)
-    for op in (moe_tk.ops.ag_gemm, moe_tk.ops.gemm_rs):
-        with pytest.raises(moe_tk.ArgumentError, match="timeout_s is .*, wanted seconds > 0"):
-            op(x, w, timeout_s=value)
+def test_a_limit_that_is_passed_is_checked_and_goes_before_the_environment(tmp_path):
+    refused, taken = values(run_ranks(1, pass_limits, folder=tmp_path))[0]
+    for kind, text in refused:
+        assert kind in ("ArgumentError", "ArgumentTypeError") and re.search("timeout_s is .*, wanted seconds > 0", text), text
+    assert taken == [10.0, 2.5, 4.0]
 
 
-def test_the_limit_comes_from_the_argument_then_the_environment(monkeypatch):
-    assert one_rank_layer().timeout_s == 10.0
-    monkeypatch.setenv("MOE_TK_TIMEOUT_S", "2.5")
-    assert one_rank_layer().timeout_s == 2.5
-    assert one_rank_layer(timeout_s=4).timeout_s == 4.0
-
-
-def wait_with_huge_limit(rank: int, world: int, board_path: str, limit: float) -> list[str]:
-    layer, wrong = make_layer(timeout_s=limit), []
-    for call in range(2):
-        if rank == call:
+def wait_with_huge_limit(rank: int, world: int, board_path: str) -> list[str]:
+    wrong: list[str] = []
+    for call, limit in enumerate((1.8446744073e10, 1e12, 1e300)):
+        layer = make_layer(timeout_s=limit)
+        if rank == call % 2:
             time.sleep(0.7)
-        checked_call(layer, inputs(rank, call), wrong)
+        checked_call(layer, inputs(rank, call), wrong, name=f"limit {limit}")
     return wrong
 
 
-@pytest.mark.parametrize("limit", [1e12, 1.8446744073e10, 1e300])
-def test_a_huge_limit_is_long(tmp_path, limit):
+def test_a_huge_limit_is_long(tmp_path):
     """Nanoseconds in 64 bits are 584 years: more must not wrap around to a short limit."""
-    assert values(run_ranks(2, wait_with_huge_limit, limit, folder=tmp_path)) == [[], []]
+    assert values(run_ranks(2, wait_with_huge_limit, folder=tmp_path)) == [[], []]
 
 
 def test_out_of_a_failed_call_is_documented():

@@ -23,7 +23,6 @@ from fault_lab import (
     play,
     routed_to,
     run_ranks,
-    use_fault_points,
     values,
 )
 
@@ -39,11 +38,12 @@ def test_stopped_and_continued_in_time(tmp_path, phase, world, mode):
 
 @pytest.mark.parametrize(("phase", "world", "pattern", "mode"), [
     ("exchange", 4, "mega", "ep"), ("dispatch", 3, "mega", "tp"), ("gemm1", 2, "two_kernel", "ep"),
-    ("gemm2", 3, "two_kernel", "tp"), ("combine", 3, "mega", "ep"), ("reduce", 2, "mega", "tp"), ("barrier", 3, "two_kernel", "ep")])
+    ("gemm2", 3, "two_kernel", "tp"), ("combine", 3, "mega", "ep"), ("reduce", 2, "mega", "tp"),
+    ("barrier", 3, "two_kernel", "ep")])
 def test_krn_09_stopped_beyond_the_limit(tmp_path, phase, world, pattern, mode):
     """ProtocolTimeout names op, phase, ranks and seconds; the stopped rank fails too when it goes on, and all can rebuild."""
-    verdict = play(Scenario(world=world, pattern=pattern, mode=mode, phase=phase, point=2, action="stop", seconds=1.1, timeout_s=1.0),
-                   tmp_path)
+    verdict = play(Scenario(world=world, pattern=pattern, mode=mode, phase=phase, point=2, action="stop", seconds=0.9,
+                            timeout_s=0.8), tmp_path)
     assert verdict.problems == []
     if phase == "exchange":  # in the others it depends on the routing where a rank waits
         assert all("(phase exchange, role host, " in text for text in verdict.texts.values())
@@ -51,7 +51,6 @@ def test_krn_09_stopped_beyond_the_limit(tmp_path, phase, world, pattern, mode):
 
 def finish_what_failed(rank: int, world: int, board_path: str) -> tuple[int, str]:
     """Rank 1 stops when it has all it needs, but has not sent all that the others need."""
-    use_fault_points()
     board, right = Board(board_path, world), 0
     layer = make_layer(mode="tp", timeout_s=0.8)
     wrong: list[str] = []
@@ -74,7 +73,6 @@ def test_krn_11_a_frozen_rank_does_not_return_what_the_others_gave_up(tmp_path):
 
 
 def be_stopped(rank: int, world: int, board_path: str) -> list[str]:
-    use_fault_points()
     board, wrong = Board(board_path, world), []
     layer = make_layer(timeout_s=0.8)
     checked_call(layer, inputs(rank, 0), wrong)
@@ -113,7 +111,6 @@ def test_late_by_less_than_the_limit(tmp_path):
 
 def wait_at_the_barrier(rank: int, world: int, board_path: str) -> list[str]:
     """Rank 2 computes for longer than the limit for rank 1; rank 0 has nothing to do and is in its next call already."""
-    use_fault_points()
     layer, wrong = make_layer(timeout_s=1.1), []
     checked_call(layer, inputs(rank, 0), wrong)
     if rank == 2:
@@ -128,7 +125,6 @@ def wait_at_the_barrier(rank: int, world: int, board_path: str) -> list[str]:
 
 def wait_for_a_rank_that_waits(rank: int, world: int, board_path: str) -> list[str]:
     """Rank 0 waits for rank 1, which moves nothing but waits for the last rows of rank 2, which sends slowly."""
-    use_fault_points()
     layer, wrong = make_layer(timeout_s=1.0, pull=True), []
     arguments = routed_to(1, world, tokens=96)
     if rank == 2:
@@ -142,7 +138,6 @@ def wait_for_a_rank_that_waits(rank: int, world: int, board_path: str) -> list[s
 
 
 def compute_long(rank: int, world: int, board_path: str) -> list[str]:
-    use_fault_points()
     layer, wrong = make_layer(mode="tp", timeout_s=1.0), []
     checked_call(layer, inputs(rank, 0), wrong)
     if rank == 0:
@@ -165,7 +160,7 @@ def call_once_less(rank: int, world: int, board_path: str, stays: bool) -> tuple
         checked_call(layer, inputs(rank, call), wrong)
     begin = time.monotonic()
     if rank == 1:
-        time.sleep(2.5 if stays else 0.0)
+        time.sleep(2.0 if stays else 0.0)
         return "", "", 0.0, wrong
     kind, text, at = failure_of(lambda: layer(*inputs(rank, 2)))
     time.sleep(1.0)  # the answer must not depend on this rank's end

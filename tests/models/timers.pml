@@ -1,6 +1,6 @@
 // The clocks of bounded waits. Rank 2 works item by item and then delivers to rank 1, which waits for it and passes on to rank 0,
-// where one block waits for rank 1 and another for the first block. Time runs in ticks; a waiter looks at most once per tick, and
-// at least once every SLACK ticks.
+// where one block waits for rank 1 and another for the first block. Time runs in ticks; a waiter looks once per
+// tick, or only every other tick if it is starved (STARVED).
 //
 // While rank 2 works (an item in at most SLOW ticks) no wait may run out, even if rank 0 is stopped and continued (FREEZE) or the
 // whole machine is paused (PAUSE). If rank 2 is stuck (STUCK), all waits must end before END, and at rank 0 the wait for the other
@@ -10,7 +10,7 @@
 //@ holds stopped_and_continued -DFREEZE
 //@ holds machine_paused -DPAUSE
 //@ holds stuck -DSTUCK
-//@ holds stuck_and_starved -DSTUCK -DSTARVED | rank 0 gets to look only every other tick: its waits must end all the same
+//@ holds stuck_and_starved -DSTUCK -DSTARVED | waiters get to look only every other tick: they must end all the same
 //@ refuted COUNTS_FROM_BEGIN assertion | the time runs from the begin of the wait: slow is taken for stuck | KRN-10
 //@ refuted OWN_PROGRESS_ONLY assertion | a wait for the own rank looks at the own rank's progress only | KRN-10
 //@ refuted PRODUCER_ONLY assertion | a wait looks at the progress of its producer only, which may itself wait for one at work | KRN-10
@@ -18,14 +18,17 @@
 //@ refuted STOPPED_TIME_COUNTS assertion -DPAUSE | time in which the waiter did not run is held against the others
 //@ refuted STOPPED_TIME_FORGIVEN assertion -DSTUCK -DSTARVED | such time does not count at all: who always looks late waits for ever
 //@ refuted NO_GRACE assertion -DSTUCK | waits for the own rank have the same limit as those for others
-//@ refuted ABORT_UNSEEN assertion -DSTUCK | waits do not look at the abort flag
 
 #define LIMIT 6      // wait_context::timeout_ns
 #define GRACE 2      // LOCAL_GRACE_NS
 #define FROZEN 1     // patience::FROZEN_NS
 #define SLOW 3
 #define ITEMS 2
-#define END 40
+#ifdef STUCK
+#define END 40       // by then every wait has ended
+#else
+#define END 18       // as far as we look
+#endif
 #define NEVER 255
 
 #define RELAY 0      // rank 1 waits for rank 2
@@ -43,14 +46,18 @@ bool waits[WAITS];   // the wait is not over yet
 bool gave_up[WAITS];
 bool aborted;
 
-#if defined(FREEZE)
-#define SLACK(w) ((w) == RELAY -> 1 : END)
-#elif defined(STARVED)
-#define SLACK(w) ((w) == RELAY -> 1 : 2)
+#ifdef STARVED
+#define SLACK 2
 #else
-#define SLACK(w) 1
+#define SLACK 1
 #endif
-#define on_time(w) (!waits[w] || now - looked[w] < SLACK(w))
+#ifdef FREEZE
+bool stopped, continued;  // rank 0, all of it: SIGSTOP, SIGCONT
+#define runs(w) ((w) == RELAY || !stopped)
+#else
+#define runs(w) true
+#endif
+#define on_time(w) (!waits[w] || !runs(w) || now - looked[w] < SLACK)
 #define in_time (stuck || left > 0)
 
 active proctype clock() {
@@ -70,6 +77,10 @@ end:
             :: else
             fi
         }
+#ifdef FREEZE
+    :: d_step { !stopped && !continued -> stopped = true }
+    :: d_step { stopped -> stopped = false; continued = true }
+#endif
 #ifdef PAUSE
     :: d_step { !paused && now < 12 -> paused = true; now = now + 12 }  // nobody runs; what is under way stays so
 #endif
@@ -144,9 +155,10 @@ proctype wait(byte w) {
     byte sign;
     bool over, ended;
     do
-    :: word[w] -> break
-    :: d_step { !word[w] && looked[w] != now -> sign = sign_of(w) };
+    :: word[w] && runs(w) -> break
+    :: d_step { !word[w] && runs(w) && looked[w] != now -> sign = sign_of(w) };
         d_step {
+            runs(w);
             reckon(w);
             sign = 0;
 #ifdef NO_SECOND_LOOK
@@ -160,7 +172,9 @@ proctype wait(byte w) {
 #ifndef STUCK
                 assert(false);  // a wait ran out although everybody was at work
 #endif
+#ifndef STARVED
                 assert(w != LOCAL || gave_up[REMOTE] || aborted);
+#endif
                 gave_up[w] = true;
                 aborted = true
             :: else
@@ -168,16 +182,13 @@ proctype wait(byte w) {
         };
         if
         :: ended -> break
-#ifndef ABORT_UNSEEN
         :: !ended && aborted -> break
         :: !ended && !aborted
-#else
-        :: !ended
-#endif
         fi
     od;
     skip;
     d_step {
+        runs(w);
         if
         :: w == RELAY && word[w] -> word[REMOTE] = true; progress[1]++
         :: w == REMOTE && word[w] -> word[LOCAL] = true; progress[0]++
