@@ -1,4 +1,4 @@
-"""MoELayer: the whole layer behind one call, EP or TP, on the back end that its tensors are on (CPU for now)."""
+"""MoELayer: the whole layer behind one call, EP or TP. This is the one of the CPU back end; cuda_layer.py has that over NVLink."""
 
 from __future__ import annotations
 
@@ -43,6 +43,15 @@ class MoELayer:
     cannot be (PeerRefused on the other ranks), CapacityError when memory is short, BuildError when the native module
     cannot be built.
     """
+
+    def __new__(cls, *args: Any, **options: Any) -> MoELayer:
+        """protocol="nvlink" (or MOE_TK_PROTOCOL=nvlink) makes a layer on the CUDA back end: see moe_tk.cuda_layer."""
+        protocol = options.get("protocol", "auto")
+        if cls is MoELayer and (env("MOE_TK_PROTOCOL") if protocol == "auto" else protocol) == "nvlink":
+            from moe_tk.cuda_layer import CudaMoELayer
+
+            return super().__new__(CudaMoELayer)
+        return super().__new__(cls)
 
     def __init__(self, group: Any = None, *, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int,
                  max_tokens_per_rank: int, mode: str = "ep", pattern: str = "auto", protocol: str = "auto",
@@ -156,6 +165,9 @@ class MoELayer:
         if not out.is_contiguous():
             raise ArgumentError(f"out has strides {out.stride()}, wanted a contiguous tensor")
         return as_contiguous("hidden_states", hidden), ids, weights, out
+
+    def synchronize(self) -> None:
+        """Waits until all calls are done and raises what they failed with. Here a call is done when it returns."""
 
     def reset_expert_load(self) -> None:
         """Starts the counting of `expert_load` (tokens per local expert) anew."""

@@ -30,7 +30,8 @@ class Item:
         return count
 
 
-def _place(rows: list[tuple[str, tuple[int, ...], int, str]]) -> tuple[Item, ...]:
+def place(rows: list[tuple[str, tuple[int, ...], int, str]]) -> tuple[Item, ...]:
+    """Items one behind the other, each at a multiple of ALIGNMENT, from (name, shape, bytes of an element, meaning)."""
     items, offset = [], 0
     for name, shape, item_bytes, meaning in rows:
         item = Item(name, shape, item_bytes, offset, meaning)
@@ -48,7 +49,7 @@ def symmetric_items(g: Geometry) -> tuple[Item, ...]:
     """Regions of the symmetric heap of one rank: peers write into them. Fields of protocol::heap_regions."""
     arrivals = g.max_tokens if g.gathers else 0
     planes = g.max_tokens if g.scatters else 0
-    return _place([
+    return place([
         ("control", (CONTROL_BYTES,), 1, "abort flag, progress and wait records of every rank"),
         ("header", (g.world, HEADER_BYTES), 1, "what each rank says about its call"),
         ("posted", (g.world, FLAG_LINE_BYTES), 1, "epoch of each header"),
@@ -65,7 +66,7 @@ def symmetric_items(g: Geometry) -> tuple[Item, ...]:
 def counter_items(g: Geometry) -> tuple[Item, ...]:
     """Local counters that live as long as the workspace. Fields of patterns::local_counters, and the epoch."""
     blocks, jobs = (g.max_blocks,), (g.world, g.job_chunks)
-    return _place([
+    return place([
         ("epoch", (1,), 4, "number of the call"),
         ("progress", (1,), 4, "items finished"),
         ("last_forward_ns", (1,), 8, "when the peers last heard of it"),
@@ -80,7 +81,7 @@ def counter_items(g: Geometry) -> tuple[Item, ...]:
 def local_items(g: Geometry) -> tuple[Item, ...]:
     """Local work buffers of one rank."""
     rows = g.ring_blocks * g.row_block
-    return _place([
+    return place([
         ("gathered", (rows if g.gathers else 0, g.hidden), g.item_bytes, "arrived rows in slot order"),
         ("activated", (rows if g.gathers and g.scatters else 0, g.intermediate), g.item_bytes, "output of GEMM 1"),
         ("expert_out", (rows if g.scatters else 0, g.out_width), g.item_bytes, "output of GEMM 2"),

@@ -1,0 +1,93 @@
+"""The layer on the CUDA back end: three launches per call on the current stream, without host synchronisation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_tk.errors import ArgumentError
+from moe_tk.group import RankGroup
+from moe_tk.memory.nvlink_layout import ROW_BLOCKS, NvlinkGeometry
+from moe_tk.runtime.launch import Activation
+from moe_tk.runtime.nvlink_session import GATHER, NVLINK_SESSIONS, OPEN, SCATTER
+
+INTERLEAVE = 8        # swiglu_epilogue: gate and up rows alternate in groups of 8
+LARGE_TILE_ROWS = 96  # mean rows of an expert from which row blocks of 128 are used
+
+
+def engine_weights(w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
+    """w13 [E, 2I, H] (gate rows first) and w2 [E, H, I] as the kernels read them: gate and up rows alternate in groups of 8,
+    I padded with zeros to a multiple of 8 (which adds nothing), and at least one expert."""
+    experts, twice, hidden = w13.shape
+    inter = twice // 2
+    padded = -(-inter // INTERLEAVE) * INTERLEAVE
+    both = w13.new_zeros(max(1, experts), padded // INTERLEAVE, 2, INTERLEAVE, hidden)
+    second = w2.new_zeros(max(1, experts), hidden, padded)
+    for half in range(2 if experts else 0):
+        rows = w13.new_zeros(experts, padded, hidden)
+        rows[:, :inter] = w13[:, half * inter:(half + 1) * inter]
+        both[:, :, half] = rows.view(experts, padded // INTERLEAVE, INTERLEAVE, hidden)
+    second[:experts, :, :inter] = w2
+    return both.reshape(max(1, experts), 2 * padded, hidden), second
+
+
+def one_limit(activation: Activation) -> float:
+    """The limit of both halves, infinity for none. Raises ArgumentError when they differ: the kernel has one."""
+    if activation.gate_limit != activation.up_limit:
+        raise ArgumentError(f"activation has gate_limit {activation.gate_limit} and up_limit {activation.up_limit}; the CUDA back "
+                            "end wants both equal, or none")
+    return math.inf if activation.gate_limit is None else float(activation.gate_limit)
+
+
+class NvlinkLayer:
+    """One layer's calls on a session. Arguments are checked by MoELayer."""
+
+    def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, activation: Activation,
+                 weights_before_l2: bool, timeout_s: float, segments: int | None = None, row_block: int | None = None,
+                 reserve_sms: int = 0) -> None:
+        """A collective. row_block None = chosen by the size of each call; segments None = 1: measured on two H200, the padding of
+        more segments cost more time in the GEMMs than the earlier return of the results saved."""
+        self.geometry, self.device, self.timeout_s = geometry, device, timeout_s
+        self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
+        self.segments, self.row_block = segments, row_block
+        self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms)
+        self.w13: Tensor | None = None
+        self.w2: Tensor | None = None
+
+    def load_weights(self, w13: Tensor, w2: Tensor) -> None:
+        """This rank's w13 [E_local, 2I, H], w2 [E_local, H, I] on the layer's device; kept in the engine's layout (a copy)."""
+        self.w13, self.w2 = engine_weights(w13, w2)
+
+    def choices(self, num_tokens: int) -> tuple[int, int]:
+        """(variant, segments) of a call with num_tokens tokens on this rank. Slots are local, so ranks need not agree."""
+        g = self.geometry
+        mean_rows = g.world * num_tokens * g.top_k / g.num_experts
+        row_block = self.row_block or ROW_BLOCKS[mean_rows >= LARGE_TILE_ROWS]
+        return ROW_BLOCKS.index(row_block), self.segments or 1
+
+    def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor, out: Tensor, *, signature: int,
+                stages: int = OPEN | GATHER | SCATTER) -> None:
+        """Launches a call. hidden, out [T, H] bf16, ids [T, k] i32/i64, weights [T, k] f32/bf16: contiguous, on the device."""
+        variant, segments = self.choices(hidden.shape[0])
+        fields = self._fields(variant, segments, signature, hidden, ids, weights, out)
+        self.session.run(fields, stages=stages, timeout_s=self.timeout_s)
+
+    def refuse(self, signature: int) -> None:
+        """Tells the other ranks that this one does not make the call; they get PeerRefused."""
+        self.session.run(self._fields(0, 1, signature), stages=OPEN, timeout_s=self.timeout_s)
+
+    def _fields(self, variant: int, segments: int, signature: int, hidden: Tensor | None = None, ids: Tensor | None = None,
+                weights: Tensor | None = None, out: Tensor | None = None) -> dict[str, Any]:
+        def address(tensor: Tensor | None) -> int:
+            return 0 if tensor is None else tensor.data_ptr()
+
+        return {"hidden_states": address(hidden), "topk_ids": address(ids), "topk_weights": address(weights), "out": address(out),
+                "w13": address(self.w13), "w2": address(self.w2), "signature": signature,
+                "num_tokens": 0 if hidden is None else hidden.shape[0], "refused": hidden is None,
+                "ids_are_64": ids is not None and ids.dtype == torch.int64,
+                "weights_are_bf16": weights is not None and weights.dtype == torch.bfloat16, "variant": variant,
+                "segments": segments, "weights_before_l2": self.weights_before_l2, "alpha": self.activation.alpha,
+                "beta": self.activation.beta, "limit": self.limit}

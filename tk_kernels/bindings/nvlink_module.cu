@@ -1,0 +1,123 @@
+// Python bindings of the fused layer over NVLink. Device pointers and streams are integers; nothing here includes torch.
+// with: tk_kernels/nvlink/open_call.cu tk_kernels/nvlink/fused_gemm.cu
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "../nvlink/layer.cuh"
+#include "fields.hpp"
+
+namespace py = pybind11;
+using namespace moe_tk;
+
+namespace {
+
+nvlink::call_view read_call(bindings::fields &f) {
+    nvlink::call_view c{};
+    const auto bases = f.get<std::vector<uintptr_t>>("bases");
+    c.world = int(bases.size());
+    if (c.world < 1 || c.world > nvlink::MAX_WORLD) throw py::value_error("bases: wanted 1.." + std::to_string(nvlink::MAX_WORLD) + " ranks");
+    for (int r = 0; r < c.world; ++r) c.base[r] = reinterpret_cast<char *>(bases[r]);
+    c.at = {.control = f.get<int64_t>("control"), .headers = f.get<int64_t>("headers"), .posted = f.get<int64_t>("posted"),
+            .rows_posted = f.get<int64_t>("rows_posted"), .routing = f.get<int64_t>("routing"),
+            .rows = f.get<int64_t>("rows"),
+            .combined = f.get<int64_t>("combined"), .planes = f.get<int64_t>("planes")};
+    c.host = f.pointer<nvlink::mailbox>("mailbox");
+    c.record_claim = f.pointer<uint32_t>("record_claim");
+    c.epoch_ptr = f.pointer<const uint32_t>("epoch");
+    c.rank = f.get<int>("rank"), c.max_tokens = f.get<int>("max_tokens"), c.top_k = f.get<int>("top_k");
+    c.hidden = f.get<int>("hidden"), c.job_chunk = f.get<int>("job_chunk"), c.job_chunks = f.get<int>("job_chunks");
+    return c;
+}
+
+nvlink::table_view read_tables(bindings::fields &f) {
+    return {.counts = f.pointer<int>("counts"), .expert_offsets = f.pointer<int>("expert_offsets"), .slots = f.pointer<int>("slots"),
+            .slot_pair = f.pointer<int>("slot_pair"), .slot_weight = f.pointer<float>("slot_weight"),
+            .block_target = f.pointer<int>("block_target"), .block_group = f.pointer<int>("block_group"),
+            .delivery_order = f.pointer<int>("delivery_order"), .job_order = f.pointer<int>("job_order"),
+            .chunk_expected = f.pointer<int>("chunk_expected"), .expert_load = f.pointer<int>("expert_load"),
+            .load_total = f.pointer<long long>("load_total"), .contributors = f.pointer<long long>("contributors"),
+            .token_counts = f.pointer<int>("token_counts"), .tasks1 = f.pointer<int4>("tasks1"),
+            .tasks2 = f.pointer<int4>("tasks2")};
+}
+
+nvlink::workspace_view read_workspace(const py::dict &values) {
+    bindings::fields f(values, "workspace");
+    nvlink::workspace_view w{};
+    w.call = read_call(f);
+    w.tables = read_tables(f);
+    w.counters = {.arrived = f.pointer<uint32_t>("arrived"), .l2_done = f.pointer<uint32_t>("l2_done"),
+                  .job_done = f.pointer<uint32_t>("job_done"), .next_row = f.pointer<uint32_t>("next_row"),
+                  .next_job = f.pointer<uint32_t>("next_job"), .next_token = f.pointer<uint32_t>("next_token")};
+    w.epoch = f.pointer<uint32_t>("epoch"), w.blocks_done = f.pointer<uint32_t>("blocks_done");
+    w.copies_done = f.pointer<uint32_t>("copies_done"), w.scratch = f.pointer<int>("scratch"), w.marks = f.pointer<uint8_t>("marks");
+    w.rows = f.pointer<void>("slot_rows"), w.activated = f.pointer<void>("activated");
+    w.num_experts = f.get<int>("num_experts"), w.first_expert = f.get<int>("first_expert"), w.num_local = f.get<int>("num_local");
+    w.tensor_parallel = f.get<bool>("tensor_parallel"), w.max_slots = f.get<int>("max_slots"), w.max_blocks = f.get<int>("max_blocks");
+    w.intermediate = f.get<int>("intermediate"), w.num_sms = f.get<int>("num_sms");
+    f.done();
+    return w;
+}
+
+// One workspace: sizes and addresses that never change, and the launches on it.
+class workspace {
+  public:
+    explicit workspace(const py::dict &values) : w_(read_workspace(values)) {
+        nvlink::prepare_open_call();
+        for (int i = 0; i < nvlink::num_fused_variants; ++i) nvlink::fused_variants[i].prepare();
+    }
+    // Launches the stages of `stages` (bits 1 open, 2 gather, 4 scatter) on `stream`; returns at once.
+    void run(const py::dict &values, int stages, double timeout_s, uint64_t stream) {
+        bindings::fields f(values, "call");
+        const nvlink::layer_call call{
+            .hidden_states = f.pointer<void>("hidden_states"), .topk_ids = f.pointer<void>("topk_ids"),
+            .topk_weights = f.pointer<void>("topk_weights"), .out = f.pointer<void>("out"), .w13 = f.pointer<void>("w13"),
+            .w2 = f.pointer<void>("w2"), .signature = f.get<uint64_t>("signature"), .num_tokens = f.get<int>("num_tokens"),
+            .refused = f.get<bool>("refused"), .ids_are_64 = f.get<bool>("ids_are_64"),
+            .weights_are_bf16 = f.get<bool>("weights_are_bf16"), .variant = f.get<int>("variant"), .segments = f.get<int>("segments"),
+            .weights_before_l2 = f.get<bool>("weights_before_l2"), .alpha = f.get<float>("alpha"), .beta = f.get<float>("beta"),
+            .limit = f.get<float>("limit")};
+        f.done();
+        if (call.variant < 0 || call.variant >= nvlink::num_fused_variants)
+            throw py::value_error("variant " + std::to_string(call.variant) + " does not exist");
+        nvlink::workspace_view w = w_;
+        w.call.timeout_ns = uint64_t(timeout_s * 1e9);
+        const auto s = reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(stream));
+        if (stages & nvlink::STAGE_OPEN) nvlink::launch_open_call(w, call, s);
+        if (stages & nvlink::STAGE_GATHER) nvlink::fused_variants[call.variant].gather(w, call, s);
+        if (stages & nvlink::STAGE_SCATTER) nvlink::fused_variants[call.variant].scatter(w, call, s);
+    }
+
+  private:
+    nvlink::workspace_view w_;
+};
+
+py::list list_variants() {
+    py::list out;
+    for (int i = 0; i < nvlink::num_fused_variants; ++i) {
+        const auto &v = nvlink::fused_variants[i];
+        py::dict d;
+        d["name"] = v.name, d["row_block"] = v.row_block, d["gather_cols"] = v.gather_cols;
+        d["scatter_cols"] = v.scatter_cols, d["gather_shared"] = v.gather_shared, d["scatter_shared"] = v.scatter_shared;
+        out.append(d);
+    }
+    return out;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(moe_tk_nvlink, m) {
+    m.doc() = "The fused MoE layer over NVLink; device pointers and streams are integers";
+    m.attr("CONTROL_BYTES") = sizeof(protocol::control_block);
+    m.attr("MAILBOX_BYTES") = sizeof(nvlink::mailbox);
+    m.attr("FLAG_LINE_BYTES") = nvlink::FLAG_LINE * 4;
+    m.attr("MAX_GROUPS") = nvlink::MAX_GROUPS;
+    m.attr("SCRATCH_INTS") = nvlink::SCRATCH_INTS;
+    m.def("variants", &list_variants, "The compiled pairs of GEMMs, by index");
+    py::class_<workspace>(m, "Workspace")
+        .def(py::init<const py::dict &>(), py::arg("fields"))
+        .def("run", &workspace::run, py::arg("call"), py::kw_only(), py::arg("stages"), py::arg("timeout_s"), py::arg("stream"));
+}

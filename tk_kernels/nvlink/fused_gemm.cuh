@@ -1,0 +1,100 @@
+// The two persistent templates of the fused layer: the engine's grouped GEMM with one more role in its spare warp.
+#pragma once
+
+#include "../engine/grouped_gemm.cuh"
+#include "../hooks/epilogue.cuh"
+#include "../hooks/noop.cuh"
+#include "combine.cuh"
+#include "hooks.cuh"
+#include "pull_rows.cuh"
+
+namespace moe_tk::nvlink {
+
+// Registers for the fourth warp of the producer warpgroup, which does more here than in the plain GEMM. A block has what it
+// got at launch, 168 x NUM_THREADS: asking for one more would wait for ever.
+template <class Base> struct fused_config : Base {
+    static constexpr int PRODUCER_REGISTERS = 88, CONSUMER_REGISTERS = 208;
+    static_assert(PRODUCER_REGISTERS + Base::CONSUMER_WGS * CONSUMER_REGISTERS <= 168 * (Base::CONSUMER_WGS + 1), "registers of a block");
+};
+
+template <class Cfg> struct gather_shared {
+    gemm_shared<Cfg, bf16> gemm;
+    pull_shared pull;
+};
+template <class Cfg> constexpr int gather_shared_bytes() {
+    static_assert(sizeof(gather_shared<Cfg>) <= kittens::MAX_SHARED_MEMORY, "stages, outputs and the mover's ring exceed shared memory");
+    return int(sizeof(gather_shared<Cfg>));
+}
+
+// gather-GEMM. Roles: consumer warpgroups; then one loader warp (gates), one storer warp per consumer warpgroup, and the
+// mover warp.
+template <class Cfg, class Epilogue>
+__global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
+    const __grid_constant__ gemm_globals<Cfg, arrival_gate, Epilogue, no_push> g, const __grid_constant__ pull_params p) {
+    static_assert(Cfg::CONSUMER_WGS <= 2, "loader, storers and mover fill one warpgroup");
+    extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+    auto &s = *reinterpret_cast<gather_shared<Cfg> *>(dynamic_shared);
+    const int warp = kittens::warpid(), rank = Cfg::CLUSTER == 1 ? 0 : kittens::cluster_ctarank();
+    const int num_k_blocks = kittens::ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
+    if (threadIdx.x == 0) {
+        init_pull(s.pull);
+        init_semaphores<Cfg>(s.gemm);
+    }
+    if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
+    else __syncthreads();
+    if (warp >= Cfg::CONSUMER_WARPS) {
+        kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
+        const int role = warp - Cfg::CONSUMER_WARPS;
+        if (role == 0) {
+            if (kittens::elect_one()) load_tasks<Cfg, arrival_gate>(g, s.gemm, rank, num_k_blocks);
+        } else if (role <= Cfg::CONSUMER_WGS) {
+            store_tasks<Cfg, Epilogue, no_push>(g, s.gemm, rank, role - 1);
+        } else if (role == 3) {
+            row_puller(g.gate.call, p, s.pull).run();
+        }
+    } else {
+        kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
+        consume_tasks<Cfg, Epilogue>(g, s.gemm, rank, num_k_blocks, kittens::warpgroup::groupid());
+    }
+    if constexpr (Cfg::CLUSTER > 1) {
+        __syncwarp();
+        kittens::cluster_sync();
+    }
+}
+
+// GEMM-scatter. The spare warp combines from the start; the others join it when their tiles are done.
+template <class Cfg>
+__global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
+    const __grid_constant__ gemm_globals<Cfg, no_gate, plain_epilogue, count_push> g,
+    const __grid_constant__ call_view c, const __grid_constant__ combine_params p) {
+    static_assert(Cfg::CONSUMER_WGS <= 2, "loader, storers and combiner fill one warpgroup");
+    extern __shared__ __align__(1024) uint8_t dynamic_shared[];
+    auto &s = *reinterpret_cast<gemm_shared<Cfg, bf16> *>(dynamic_shared);
+    const int warp = kittens::warpid(), rank = Cfg::CLUSTER == 1 ? 0 : kittens::cluster_ctarank();
+    const int num_k_blocks = kittens::ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
+    if (threadIdx.x == 0) init_semaphores<Cfg>(s);
+    if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
+    else __syncthreads();
+    if (warp >= Cfg::CONSUMER_WARPS) {
+        kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
+        const int role = warp - Cfg::CONSUMER_WARPS;
+        if (role == 0) {
+            if (kittens::elect_one()) load_tasks<Cfg, no_gate>(g, s, rank, num_k_blocks);
+        } else if (role <= Cfg::CONSUMER_WGS) {
+            store_tasks<Cfg, plain_epilogue, count_push>(g, s, rank, role - 1);
+        }
+        __syncwarp();
+        combine_and_reduce(c, p);
+    } else {
+        kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
+        consume_tasks<Cfg, plain_epilogue>(g, s, rank, num_k_blocks, kittens::warpgroup::groupid());
+        __syncwarp();
+        combine_and_reduce(c, p);
+    }
+    if constexpr (Cfg::CLUSTER > 1) {
+        __syncwarp();
+        kittens::cluster_sync();
+    }
+}
+
+}  // namespace moe_tk::nvlink

@@ -1,0 +1,40 @@
+// The schedule tables of one call in device memory, and the counters that its launches start from zero. docs/schedule.md
+// gives the meaning; the row stride T is max_tokens of the workspace, so nothing depends on the sizes of a call.
+#pragma once
+
+#include <cstdint>
+
+namespace moe_tk::nvlink {
+
+constexpr int OPEN_CLUSTER = 8;    // blocks that build the tables
+constexpr int MAX_GROUPS = 1536;   // segments * local experts: a histogram of every warp lies in shared memory
+constexpr int SCRATCH_INTS = OPEN_CLUSTER * (MAX_GROUPS + 4);
+
+enum count_index { COUNT_SLOTS, COUNT_BLOCKS, COUNT_JOBS, COUNT_TASKS1, COUNT_TASKS2, NUM_COUNTS };
+
+struct table_view {
+    int *counts;             // [NUM_COUNTS]
+    int *expert_offsets;     // [groups + 1]
+    int *slots;              // [R * T, k]; rows beyond a rank's tokens are not written
+    int *slot_pair;          // [max_slots]
+    float *slot_weight;      // [max_slots] routing weight of each slot
+    int *block_target;       // [max_blocks]
+    int *block_group;        // [max_blocks]
+    int *delivery_order;     // [R * T]
+    int *job_order;          // [R * T]
+    int *chunk_expected;     // [R, job_chunks]
+    int *expert_load;        // [E_local] of this call
+    long long *load_total;   // [E_local] since the host reset it
+    long long *contributors; // [T]
+    int *token_counts;       // [R]
+    int4 *tasks1, *tasks2;   // [max_blocks * column blocks] task_order of the two GEMMs
+};
+
+struct counter_view {        // zeroed by open_call
+    uint32_t *arrived;       // [max_blocks] rows placed
+    uint32_t *l2_done;       // [max_blocks] column blocks of GEMM 2
+    uint32_t *job_done;      // [R, job_chunks] jobs pushed
+    uint32_t *next_row, *next_job, *next_token;  // dispensers
+};
+
+}  // namespace moe_tk::nvlink
