@@ -13,9 +13,9 @@ from torch import Tensor
 
 from moe_tk.arguments import as_contiguous, check_routing_tensors, check_tensor
 from moe_tk.config import env
+from moe_tk.cpu_layer import WEIGHT_POSITIONS, CpuMoELayer
 from moe_tk.errors import ArgumentError, ArgumentTypeError, TopologyError
 from moe_tk.group import RankGroup, resolve_group
-from moe_tk.layer import WEIGHT_POSITIONS, MoELayer
 from moe_tk.memory.estimate import MemoryEstimate
 from moe_tk.memory.nvlink_layout import JOB_CHUNK, MIN_COLUMN_BLOCK, ROW_BLOCKS, NvlinkGeometry, nvlink_estimate
 from moe_tk.ops.handles import keep_handle
@@ -29,7 +29,7 @@ from moe_tk.weights import from_checkpoint
 PATTERNS = ("auto", "two_kernel")
 
 
-class CudaMoELayer(MoELayer):
+class CudaMoELayer(CpuMoELayer):
     """What MoELayer(protocol="nvlink") makes; the arguments are those of MoELayer, except
 
     device       of the tensors and of this rank's GPU (default: the current one)

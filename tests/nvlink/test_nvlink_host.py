@@ -12,6 +12,7 @@ import torch
 
 import moe_tk
 from moe_tk import reference
+from moe_tk.cpu_layer import CpuMoELayer
 from moe_tk.cuda_layer import CudaMoELayer
 from moe_tk.errors import (
     ArgumentError,
@@ -22,6 +23,7 @@ from moe_tk.errors import (
     PeerRefused,
     TopologyError,
 )
+from moe_tk.layer import layer_class
 from moe_tk.memory.layout import ALIGNMENT, CONTROL_BYTES
 from moe_tk.memory.nvlink_layout import (
     MAX_GROUPS,
@@ -222,11 +224,11 @@ def test_rows_that_bulk_copies_cannot_read_are_copied():
 
 
 def test_protocol_chooses_the_back_end(monkeypatch):
-    assert type(moe_tk.MoELayer.__new__(moe_tk.MoELayer, protocol="nvlink")) is CudaMoELayer
-    assert type(moe_tk.MoELayer.__new__(moe_tk.MoELayer)) is moe_tk.MoELayer
+    assert layer_class("nvlink") is CudaMoELayer
+    assert layer_class("auto") is CpuMoELayer
     monkeypatch.setenv("MOE_TK_PROTOCOL", "nvlink")
-    assert type(moe_tk.MoELayer.__new__(moe_tk.MoELayer)) is CudaMoELayer
-    assert type(moe_tk.MoELayer.__new__(moe_tk.MoELayer, protocol="shm")) is moe_tk.MoELayer
+    assert layer_class("auto") is CudaMoELayer
+    assert layer_class("shm") is CpuMoELayer
 
 
 def test_module_compiles_and_its_sizes_are_the_layouts():
