@@ -48,7 +48,8 @@ def relative_error(got: Tensor, want: Tensor) -> float:
     return error if norm == 0 else error / norm
 
 
-# Relative error that rounding explains, by element type: operands and stored intermediates (the activation, the expert's
-# output, the partial row, the result) are each rounded once, with unit round-off 2^-9 (bfloat16) or 2^-24 (float32; its
-# sums over K add to that). Independent roundings add like squares: sqrt(5) * 2^-9 = 0.0044, and 0.01 leaves a factor two.
+# Relative error (of norms) that rounding explains, by element type: operands and stored intermediates (the activation, the
+# expert's output, the partial row, the result) are each rounded once, by at most 2^-8 (bfloat16) or 2^-24 (float32; its sums
+# over K add to that) and by half of that in the mean square. Independent roundings add like squares: sqrt(5) * 2^-9 = 0.0044,
+# and 0.01 leaves a factor two. A result of few elements has no mean: one of them can be off by four times 2^-8 of its terms.
 ERROR_BUDGET = {torch.bfloat16: 1e-2, torch.float32: 1e-5}

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from moe_cases import LayerCase, check_result, digest, expected, poison
+from moe_cases import LayerCase, check_each, check_result, digest, expected, poison
 
 from moe_tk.errors import MoETkError
 from moe_tk.layer import MoELayer
@@ -171,6 +171,6 @@ def run_any(rank: int, world: int, case: LayerCase, sizes: tuple[int, int, int],
         if world > 1:
             dist.barrier()
         got = layer(hidden, mine, weights)
-        check_result(got, expected(case, layer, (hidden, mine, weights)), mine, case.num_experts, case.dtype)
+        check_each(got, case, layer, (hidden, mine, weights))
         digests.append(digest(got))
     return digests

@@ -117,6 +117,34 @@ def check_result(got: Tensor, want: Tensor, ids: Tensor, num_experts: int, dtype
     assert float(worst) <= 6 * budget, f"row {int((row_error / (row_size + 1e-30)).argmax())} is off by {float(worst):.2e}"
 
 
+def check_each(got: Tensor, case: LayerCase, layer: MoELayer, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
+    """Asserts of each element the worst that rounding can do to it, for calls too small for averages to mean anything.
+
+    Four values are rounded on the way (the activation, the expert's output, the partial row, the result), each by at most the
+    unit round-off of the absolute values of its terms. Sums over K in float32 err by K times 2^-24 of theirs; an error of gate
+    or up reaches the activation times its derivatives, |u + beta| * 1.2 at most and |g|.
+    """
+    hidden, ids, weights = inputs
+    (w13, w2), form, inter = (weight.double() for weight in case.weights()), layer.activation, case.inter
+    limits = dict(alpha=form.alpha, beta=form.beta, gate_limit=form.gate_limit, up_limit=form.up_limit)
+    rounded, summed = torch.zeros(2, *hidden.shape, dtype=torch.float64)
+    for expert in range(case.num_experts):
+        token, choice = torch.nonzero(ids == expert, as_tuple=True)
+        x, weight = hidden[token].double(), weights[token, choice].double().abs()[:, None]
+        gate, up = (x @ w13[expert].T).split(inter, dim=1)
+        gate_terms, up_terms = (x.abs() @ w13[expert].abs().T).split(inter, dim=1)
+        act = reference.activate(gate, up, **limits).abs()
+        act_error = act + (up.abs() + abs(form.beta)) * gate_terms * 1.2 + gate.abs() * up_terms
+        rounded.index_add_(0, token, act @ w2[expert].abs().T * weight)
+        summed.index_add_(0, token, act_error @ w2[expert].abs().T * weight)
+    unit = 2**-8 if case.dtype == torch.bfloat16 else 2**-24
+    bound = 4.1 * unit * rounded + (case.hidden + inter + 16) * 2**-24 * summed + 1e-38
+    want = expected(case, layer, inputs)
+    assert got.dtype == case.dtype and got.shape == want.shape
+    over = ((got.double() - want).abs() / bound).max() if got.numel() else torch.zeros(())
+    assert float(over) <= 1.0, f"an element is off by {float(over):.2f} times what rounding explains"
+
+
 def expected(case: LayerCase, layer: MoELayer, inputs: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     """What the layer owes for these inputs: [T, H] float64, from the full weights."""
     return layer.reference(*inputs, *case.weights())

@@ -134,15 +134,13 @@ class Pool:
             raise RanksFailed("\n".join([*failed, *(f"rank {rank}: did not end in time" for rank in silent)]))
         return [answers[rank][1] for rank in range(len(self.pipes))]
 
-    def close(self) -> None:
-        """Ends the ranks; asserts that no process and no segment is left."""
-        for pipe in self.pipes:
-            try:
+    def close(self, *, kindly: bool = True) -> None:
+        """Ends the ranks, by a last message or (after a failure) at once; asserts that no process and no segment is left."""
+        if kindly:
+            for pipe in self.pipes:
                 pipe.send_bytes(pickle.dumps(None))
-            except OSError:
-                pass  # that rank is dead already
-        for process in self.ranks.processes:
-            process.join(5)
+            for process in self.ranks.processes:
+                process.join(5)
         self.ranks.__exit__()
         assert_nothing_left(self.pids)
 
@@ -162,7 +160,7 @@ class Pools:
         try:
             return self._pools[world].run(target, args, named, limit_s)
         except RanksFailed:
-            self._pools.pop(world).close()
+            self._pools.pop(world).close(kindly=False)
             raise
 
     def fresh(self, world: int, target: Callable, *args: Any, limit_s: float = JOB_LIMIT_S) -> list[Outcome]:

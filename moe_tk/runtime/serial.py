@@ -11,11 +11,15 @@ from moe_tk.runtime.calls import OpenCall
 from moe_tk.runtime.host import dtype_code, host_module
 
 
-def grouped_gemm(rows: Tensor, weights: Tensor, offsets: list[int], row_block: int) -> Tensor:
-    """out[s] = rows[s] @ weights[group of s].T by the host engine. rows [S, K], weights [G, N, K], offsets G + 1; out [S, N]."""
-    out = rows.new_empty(rows.shape[0], weights.shape[1])
+def grouped_gemm(rows: Tensor, weights: Tensor, offsets: list[int], row_block: int, *, float_out: bool = False) -> Tensor:
+    """out[s] = rows[s] @ weights[group of s].T by the host engine. rows [S, K], weights [G, N, K], offsets G + 1; out [S, N].
+
+    float_out  the sums as they are accumulated, in float32, not rounded to the type of the rows
+    """
+    out = rows.new_empty(rows.shape[0], weights.shape[1], dtype=torch.float32 if float_out else rows.dtype)
     host_module().grouped_gemm(dtype=dtype_code(rows.dtype), a=rows.data_ptr(), weights=weights.data_ptr(), out=out.data_ptr(),
-                               offsets=offsets, depth=rows.shape[1], columns=weights.shape[1], row_block=row_block)
+                               offsets=offsets, depth=rows.shape[1], columns=weights.shape[1], row_block=row_block,
+                               float_out=float_out)
     return out
 
 
@@ -62,7 +66,7 @@ def run_serial(call: OpenCall, tokens: Tensor, w13: Tensor, w2: Tensor, out: Ten
         part = offsets[segment * experts:(segment + 1) * experts + 1]
         first, last = part[0], part[-1]
         local = [o - first for o in part]
-        both = grouped_gemm(gathered[first:last], w13, local, tables.row_block).float()
+        both = grouped_gemm(gathered[first:last], w13, local, tables.row_block, float_out=True)  # as the fused epilogue has them
         act = activate(both[:, :inter], both[:, inter:], alpha=form.alpha, beta=form.beta, gate_limit=form.gate_limit,
                        up_limit=form.up_limit)
         if weight is not None and options.weights_before_l2:

@@ -110,6 +110,33 @@ def test_krn_09_the_root_of_a_chain_is_named(tmp_path, capsys):
     assert "moe_layer: missing rank 2." in lines
 
 
+def wait_for_many(rank: int, world: int, board_path: str) -> tuple[str, list[dict]]:
+    """Ranks 0 and 1 wait for each other's results, in other blocks for rows of rank 2, which the results depend on."""
+    board, wrong = Board(board_path, world), []
+    layer = make_layer(timeout_s=0.7, compute_blocks=16)
+    checked_call(layer, inputs(rank, 0, tokens=8), wrong)
+    if rank == 2:
+        arm("stop", "dispatch", 1, seconds=0, stamp=board.address(rank, STRUCK))
+    arguments = routed_to(0 if rank == 1 else 1, world, tokens=2)
+    if rank == 2:
+        arguments[1][:, 1] = 0  # an expert of rank 1 and one of rank 0
+    try:
+        layer(*arguments)
+    except moe_tk.ProtocolTimeout as error:
+        board.stamp(rank, FAILED)
+        time.sleep(0.5)
+        return str(error), error.records
+    return "", []
+
+
+def test_krn_09_a_record_names_all_ranks_that_any_block_waits_for(tmp_path):
+    """One block per rank spoke for all once, and two ranks whose blocks had spoken of each other hid the one that both needed."""
+    said = values(run_ranks(3, wait_for_many, folder=tmp_path, outside=lambda board, ranks: go_on_when_given_up(board, ranks, 2)))
+    for text, records in said[:2]:
+        assert "missing rank 2." in text
+        assert {r["rank"]: r["missing"] for r in records} == {0: [1, 2], 1: [0, 2]}
+
+
 def record(rank: int, missing: list[int], kind: str = "told_by_peer", seconds: float = 1.0, producer: int = -1) -> dict:
     return {"rank": rank, "op": "moe_layer", "phase": "reduce", "role": "reduce", "block": 0, "slot": 0, "producer": producer,
             "expected": 2, "seen": 1, "kind": kind, "epoch": 2, "seconds": seconds, "missing": missing}
@@ -234,8 +261,8 @@ def wait_with_huge_limit(rank: int, world: int, board_path: str) -> list[str]:
     wrong: list[str] = []
     for call, limit in enumerate((1.8446744073e10, 1e12, 1e300)):
         layer = make_layer(timeout_s=limit)
-        if rank == call % 2:
-            time.sleep(0.7)
+        if rank == call % 2:  # the other then waits for this rank, and in other blocks for its own: both limits count
+            arm("delay", "dispatch", 1, seconds=0.9, stamp=0)
         checked_call(layer, inputs(rank, call), wrong, name=f"limit {limit}")
     return wrong
 

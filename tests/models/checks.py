@@ -22,6 +22,7 @@ MODELS = {
     "barrier": "exchange of headers and the split rank barrier",
     "ring": "ring pool with generations",
     "roles": "dispensers and role hand-over, two ranks",
+    "nvlink": "calls over NVLink without a barrier",
     "mega": "Linear 1 and Linear 2 interleaved, with warm-up and ring",
     "abort": "death, abort and results, three ranks",
     "records": "wait records and the abort flag in a reordering memory",

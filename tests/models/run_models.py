@@ -31,7 +31,7 @@ import page  # noqa: E402
 from checks import MODELS, Check, all_checks  # noqa: E402
 
 MEMORY_MB = 1024       # of one search; pan ends with a message beyond it
-SEARCH_S = 60.0        # of one search
+SEARCH_S = 240.0       # of one search
 COMPILE_S = 60.0
 DEPTH = 200_000        # steps of one run of the model
 HASH_BITS = 20

@@ -10,11 +10,13 @@
 //@ holds stopped_and_continued -DSTOPS
 //@ holds machine_paused -DPAUSE
 //@ holds late -DLATE
+//@ holds barrier -DBARRIER | wait_for_all: a rank that comes is a sign of life too
 //@ holds stuck -DSTUCK
 //@ holds stuck_and_starved -DSTUCK -DSTARVED | waiters get to look only every other tick: they must end all the same
 //@ refuted COUNTS_FROM_BEGIN assertion | the time runs from the begin of the wait: slow is taken for stuck | KRN-10
 //@ refuted OWN_PROGRESS_ONLY assertion | a wait for the own rank looks at the own rank's progress only | KRN-10
 //@ refuted PRODUCER_ONLY assertion | a wait looks at the progress of its producer only, which may itself wait for one at work | KRN-10
+//@ refuted SIGNS_CANCEL assertion -DBARRIER | progress is added to the number of missing ranks: who finishes and comes leaves the sum as it was | KRN-10
 //@ refuted NO_SECOND_LOOK assertion -DLATE | the time is over, but the word has come since it was looked at
 //@ refuted STOPPED_TIME_COUNTS assertion -DPAUSE | time in which the waiter did not run is held against the others
 //@ refuted STOPPED_TIME_FORGIVEN assertion -DSTUCK -DSTARVED | such time does not count at all: who always looks late waits for ever
@@ -24,8 +26,18 @@
 #define GRACE 2      // LOCAL_GRACE_NS
 #define FROZEN 1     // patience::FROZEN_NS
 #define SLOW 3
+#if defined(STOPS) || defined(STARVED)
+#define ITEMS 1      // of rank 2
+#else
 #define ITEMS 2
-#define END 24       // STUCK: by then every wait has ended; else as far as we look
+#endif
+#if defined(STARVED)
+#define END 40       // STUCK: by then every wait has ended; else as far as we look
+#elif defined(STOPS)
+#define END 14
+#else
+#define END 24
+#endif
 #define NEVER 255
 
 #define REMOTE 0     // rank 0 waits for rank 1
@@ -35,6 +47,10 @@ byte now;
 byte left = SLOW;    // ticks until rank 2, later rank 1, has to have done its part
 bool stuck;          // nothing more is to come from there
 byte progress[3];    // of each rank, as the others have heard of it
+byte told;           // last_forward_ns of rank 2
+#ifdef BARRIER
+byte missing = 2;    // ranks whose flag has not come; REMOTE waits until none is
+#endif
 bool word[2];        // what each wait waits for
 byte looked[2], alive[2], last_sign[2];  // patience
 bool waits[2];       // the wait is not over yet
@@ -86,15 +102,24 @@ end:
     od
 }
 
-// Ranks 2 and 1. Peers hear of progress at most every so often, so of the last item perhaps never: note_progress.
+// protocol::note_progress: peers hear of progress at most once per tick, so a quick item may pass unheard.
+#define note_progress() \
+    if \
+    :: now > told -> progress[2]++; told = now \
+    :: else \
+    fi
+
+// Rank 2 finishes items; the last one lets rank 1 finish its own, without which rank 0 cannot go on.
 active proctype others() {
     byte item;
     do
-    :: d_step { item < ITEMS - 1 -> item++; progress[2]++; left = SLOW }
-    :: d_step { item == ITEMS - 1 -> item++; left = 1 }
+    :: d_step { item < ITEMS -> item++; left = SLOW; note_progress() }
     :: d_step { item == ITEMS -> item++; word[REMOTE] = true; stuck = true } -> break
 #ifdef STUCK
-    :: d_step { item < ITEMS -> stuck = true; left = NEVER } -> break
+    :: d_step { item <= ITEMS -> stuck = true; left = NEVER } -> break
+#endif
+#ifdef BARRIER
+    :: d_step { item == ITEMS && missing == 2 -> missing = 1 }  // rank 2 arrives
 #endif
     od
 }
@@ -104,6 +129,10 @@ active proctype others() {
 #define sign_of(w) ((w) == LOCAL -> progress[0] : progress[0] + progress[1] + progress[2])
 #elif defined(PRODUCER_ONLY)
 #define sign_of(w) ((w) == REMOTE -> progress[1] : progress[0] + progress[1] + progress[2])
+#elif defined(SIGNS_CANCEL)
+#define sign_of(w) (progress[0] + progress[1] + progress[2] + missing)
+#elif defined(BARRIER)
+#define sign_of(w) (progress[0] + progress[1] + progress[2] + 2 - missing)
 #else
 #define sign_of(w) (progress[0] + progress[1] + progress[2])
 #endif

@@ -40,24 +40,12 @@
 
 bool used;  // does this call write the slot; both ranks know it from the routing that was exchanged
 
-// ORDER call_over and ORDER header, as in barrier.pml; protocol::exchange_headers
-inline open_call(me, other) {
-    reached(mem[DONE(me)], (call - 1) & RANGE);
-#ifndef REFRESHED_AFTER_POST
-    if
-    :: me == OWNER && REFRESH(call) -> mem[SLOT] = (call - 1) & RANGE
-    :: else
-    fi;
-#endif
-    signal(me, POSTED(other), call & RANGE);
-#ifdef REFRESHED_AFTER_POST
-    if
-    :: me == OWNER && REFRESH(call) -> mem[SLOT] = (call - 1) & RANGE
-    :: else
-    fi;
-#endif
-    reached(mem[POSTED(me)], call & RANGE)
-}
+// protocol::refresh_slots
+#define refresh_slots \
+    if \
+    :: REFRESH(call) -> mem[SLOT] = (call - 1) & RANGE \
+    :: else \
+    fi
 
 proctype writer() {
     byte call = 1;
@@ -67,7 +55,9 @@ proctype writer() {
         :: used = true
         :: used = false
         fi;
-        open_call(WRITER, OWNER);
+        reached(mem[DONE(WRITER)], (call - 1) & RANGE);
+        signal(WRITER, POSTED(OWNER), call & RANGE);
+        reached(mem[POSTED(WRITER)], call & RANGE);
         if
         :: used ->
             put(WRITER, ROW, call);
@@ -85,7 +75,15 @@ proctype owner() {
     byte call = 1;
     do
     :: call <= CALLS ->
-        open_call(OWNER, WRITER);
+        reached(mem[DONE(OWNER)], (call - 1) & RANGE);
+#ifndef REFRESHED_AFTER_POST
+        refresh_slots;
+#endif
+        signal(OWNER, POSTED(WRITER), call & RANGE);
+#ifdef REFRESHED_AFTER_POST
+        refresh_slots;
+#endif
+        reached(mem[POSTED(OWNER)], call & RANGE);
         if
         :: used ->
             reached(mem[SLOT], call & RANGE);

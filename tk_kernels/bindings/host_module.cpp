@@ -281,7 +281,7 @@ class rank_state {
 };
 
 // The host engine alone: out[rows, columns] = a[rows, depth] * weight[columns, depth]^T for each group of rows.
-template <class T>
+template <class T, class Out>
 void grouped_gemm(uintptr_t a, uintptr_t weights, uintptr_t out, const std::vector<int64_t> &offsets, int64_t depth, int64_t columns,
                   int64_t row_block) {
     engine::tile_scratch scratch;
@@ -294,8 +294,8 @@ void grouped_gemm(uintptr_t a, uintptr_t weights, uintptr_t out, const std::vect
             engine::load_rows(reinterpret_cast<const T *>(a) + row * depth, depth, rows, depth, scratch);
             engine::multiply(weight, depth, int(columns), rows, depth, scratch, scratch.acc.data(), stride);
             for (int r = 0; r < rows; ++r) {
-                T *to = reinterpret_cast<T *>(out) + (row + r) * columns;
-                for (int64_t c = 0; c < columns; ++c) to[c] = engine::from_float<T>(scratch.acc[size_t(r * stride + c)]);
+                Out *to = reinterpret_cast<Out *>(out) + (row + r) * columns;
+                for (int64_t c = 0; c < columns; ++c) to[c] = engine::from_float<Out>(scratch.acc[size_t(r * stride + c)]);
             }
         }
     }
@@ -328,10 +328,11 @@ PYBIND11_MODULE(moe_tk_host, m) {
     }, py::kw_only(), py::arg("action"), py::arg("phase"), py::arg("point"), py::arg("delay_s"), py::arg("stamp"));
 #endif
     m.def("grouped_gemm", [](int dtype, uintptr_t a, uintptr_t weights, uintptr_t out, const std::vector<int64_t> &offsets,
-                             int64_t depth, int64_t columns, int64_t row_block) {
+                             int64_t depth, int64_t columns, int64_t row_block, bool float_out) {
         py::gil_scoped_release release;
-        if (dtype == DTYPE_BFLOAT16) return grouped_gemm<engine::bf16>(a, weights, out, offsets, depth, columns, row_block);
-        grouped_gemm<float>(a, weights, out, offsets, depth, columns, row_block);
+        if (dtype != DTYPE_BFLOAT16) return grouped_gemm<float, float>(a, weights, out, offsets, depth, columns, row_block);
+        if (float_out) return grouped_gemm<engine::bf16, float>(a, weights, out, offsets, depth, columns, row_block);
+        grouped_gemm<engine::bf16, engine::bf16>(a, weights, out, offsets, depth, columns, row_block);
     }, py::kw_only(), py::arg("dtype"), py::arg("a"), py::arg("weights"), py::arg("out"), py::arg("offsets"), py::arg("depth"),
-       py::arg("columns"), py::arg("row_block"));
+       py::arg("columns"), py::arg("row_block"), py::arg("float_out") = false);
 }
