@@ -26,8 +26,9 @@ check_compiler() {
     local compiler
     for compiler in ${CXX:+"$CXX"} g++ clang++ c++; do
         # $compiler is split on purpose: CXX may be "ccache g++"
-        if printf '#include <atomic>\n#include <concepts>\nstatic_assert(__cplusplus > 201703L);\n' |
-            $compiler -std=c++20 -fsyntax-only -x c++ - 2>/dev/null; then
+        # no pipe: a compiler that fails before it has read its input would fail the writer too
+        if $compiler -std=c++20 -fsyntax-only -x c++ - 2>/dev/null \
+            <<<$'#include <atomic>\n#include <concepts>\nstatic_assert(__cplusplus > 201703L);'; then
             return
         fi
     done

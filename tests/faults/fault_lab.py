@@ -152,6 +152,12 @@ def make_layer(*, pattern: str = "mega", mode: str = "ep", timeout_s: float = LO
     return layer
 
 
+def set_limit(layer: moe_tk.MoELayer, seconds: float) -> None:
+    """Sets timeout_s when all ranks are there: on a busy machine they start at different times, which is not the test."""
+    dist.barrier()
+    layer.timeout_s = seconds
+
+
 def inputs(rank: int, call: int, seed: int = 0, tokens: int | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """hidden_states [T, H], topk_ids [T, k], topk_weights [T, k] of one call; T differs from rank to rank and call to call."""
     make = torch.Generator().manual_seed(1000 * seed + 100 * call + rank)
@@ -218,12 +224,12 @@ def run_rank(rank: int, world: int, scenario: Scenario, board_path: str, store: 
     """One rank of a scenario."""
     os.environ["MOE_TK_RECORD_DIR"] = str(Path(store).parent)
     board, account = Board(board_path, world), Account()
-    layer = make_layer(pattern=scenario.pattern, mode=scenario.mode, timeout_s=scenario.timeout_s, pull=scenario.pull,
-                       segments=scenario.segments)
+    layer = make_layer(pattern=scenario.pattern, mode=scenario.mode, pull=scenario.pull, segments=scenario.segments)
     call = 0
     try:
         for call in range(scenario.calls_before + scenario.calls_after):
             if call == scenario.calls_before:
+                set_limit(layer, scenario.timeout_s)
                 board.stamp(rank, READY)
                 if rank == scenario.victim:
                     _set_fault(scenario, board)

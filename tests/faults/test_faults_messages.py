@@ -24,6 +24,7 @@ from fault_lab import (
     play,
     routed_to,
     run_ranks,
+    set_limit,
     values,
 )
 
@@ -47,8 +48,9 @@ def test_raising_between_exchange_and_launch(tmp_path, action, world, pattern, m
 
 
 def raise_before_the_call(rank: int, world: int, board_path: str) -> tuple[str, str, str, list[str]]:
-    layer, wrong = make_layer(timeout_s=0.8), []
+    layer, wrong = make_layer(), []
     checked_call(layer, inputs(rank, 0), wrong)
+    set_limit(layer, 0.8)
 
     def call() -> None:
         if rank == 1:
@@ -73,8 +75,9 @@ def test_raising_before_the_call_and_a_new_layer_in_the_same_group(tmp_path):
 def chain(rank: int, world: int, board_path: str) -> tuple[str, str]:
     """Rank 0 waits for rank 1, rank 1 for rank 2, rank 2 is stopped while it sends; rank 3 needs nobody."""
     board, wrong = Board(board_path, world), []
-    layer = make_layer(timeout_s=1.0, compute_blocks=4)
+    layer = make_layer(compute_blocks=4)
     checked_call(layer, inputs(rank, 0), wrong)
+    set_limit(layer, 1.0)
     if rank == 2:
         arm("stop", "dispatch", 1, seconds=0, stamp=board.address(rank, STRUCK))
     arguments = routed_to(3 if rank == 3 else 1, world, tokens=0 if rank == 1 else 24)  # 48 rows: one row block is of both
@@ -113,8 +116,9 @@ def test_krn_09_the_root_of_a_chain_is_named(tmp_path, capsys):
 def wait_for_many(rank: int, world: int, board_path: str) -> tuple[str, list[dict]]:
     """Ranks 0 and 1 wait for each other's results, in other blocks for rows of rank 2, which the results depend on."""
     board, wrong = Board(board_path, world), []
-    layer = make_layer(timeout_s=0.7, compute_blocks=16)
+    layer = make_layer(compute_blocks=16)
     checked_call(layer, inputs(rank, 0, tokens=8), wrong)
+    set_limit(layer, 0.7)
     if rank == 2:
         arm("stop", "dispatch", 1, seconds=0, stamp=board.address(rank, STRUCK))
     arguments = routed_to(0 if rank == 1 else 1, world, tokens=2)

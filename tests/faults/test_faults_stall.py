@@ -23,6 +23,7 @@ from fault_lab import (
     play,
     routed_to,
     run_ranks,
+    set_limit,
     values,
 )
 
@@ -52,9 +53,10 @@ def test_krn_09_stopped_beyond_the_limit(tmp_path, phase, world, pattern, mode):
 def finish_what_failed(rank: int, world: int, board_path: str) -> tuple[int, str]:
     """Rank 1 stops when it has all it needs, but has not sent all that the others need."""
     board, right = Board(board_path, world), 0
-    layer = make_layer(mode="tp", timeout_s=0.8)
+    layer = make_layer(mode="tp")
     wrong: list[str] = []
     right += checked_call(layer, inputs(rank, 0, tokens=64), wrong)
+    set_limit(layer, 0.8)
     if rank == 1:
         arm("stop", "combine", 2 * 64 * world - 15, seconds=0, stamp=board.address(rank, STRUCK))  # seven jobs are left
     kind, text, _ = failure_of(lambda: checked_call(layer, inputs(rank, 1, tokens=64), wrong))
@@ -74,8 +76,9 @@ def test_krn_11_a_frozen_rank_does_not_return_what_the_others_gave_up(tmp_path):
 
 def be_stopped(rank: int, world: int, board_path: str) -> list[str]:
     board, wrong = Board(board_path, world), []
-    layer = make_layer(timeout_s=0.8)
+    layer = make_layer()
     checked_call(layer, inputs(rank, 0), wrong)
+    set_limit(layer, 0.8)
     if rank == 1:
         arm("delay", "dispatch", 2, seconds=0.4, stamp=0)  # so that the others are waiting when all are stopped
     board.stamp(rank, READY)
@@ -97,7 +100,9 @@ def test_time_in_which_everybody_is_stopped_does_not_count(tmp_path):
 
 
 def come_late(rank: int, world: int, board_path: str) -> list[str]:
-    layer, wrong = make_layer(timeout_s=2.0), []
+    layer, wrong = make_layer(), []
+    checked_call(layer, inputs(rank, 0), wrong)
+    set_limit(layer, 2.0)
     for call in range(2):
         if rank == call:
             time.sleep(0.8)
@@ -111,8 +116,9 @@ def test_late_by_less_than_the_limit(tmp_path):
 
 def wait_at_the_barrier(rank: int, world: int, board_path: str) -> list[str]:
     """Rank 2 computes for longer than the limit for rank 1; rank 0 has nothing to do and is in its next call already."""
-    layer, wrong = make_layer(timeout_s=1.1), []
+    layer, wrong = make_layer(), []
     checked_call(layer, inputs(rank, 0), wrong)
+    set_limit(layer, 1.1)
     if rank == 2:
         arm("lag", "gemm1", 1, seconds=0.35, stamp=0)
     begin = time.monotonic()
@@ -125,11 +131,12 @@ def wait_at_the_barrier(rank: int, world: int, board_path: str) -> list[str]:
 
 def wait_for_a_rank_that_waits(rank: int, world: int, board_path: str) -> list[str]:
     """Rank 0 waits for rank 1, which moves nothing but waits for the last rows of rank 2, which sends slowly."""
-    layer, wrong = make_layer(timeout_s=1.0, pull=True), []
+    layer, wrong = make_layer(pull=True), []
     arguments = routed_to(1, world, tokens=96)
     if rank == 2:
         arguments[1][:64] = -1
     checked_call(layer, arguments, wrong)
+    set_limit(layer, 1.0)
     if rank == 2:
         arm("lag", "dispatch", 1, seconds=0.5, stamp=0)
     begin = time.monotonic()
@@ -138,8 +145,9 @@ def wait_for_a_rank_that_waits(rank: int, world: int, board_path: str) -> list[s
 
 
 def compute_long(rank: int, world: int, board_path: str) -> list[str]:
-    layer, wrong = make_layer(mode="tp", timeout_s=1.0), []
+    layer, wrong = make_layer(mode="tp"), []
     checked_call(layer, inputs(rank, 0), wrong)
+    set_limit(layer, 1.0)
     if rank == 0:
         arm("lag", "gemm2", 1, seconds=0.12, stamp=0)
     begin = time.monotonic()
@@ -155,9 +163,10 @@ def test_progress_is_not_a_stall(tmp_path, job):
 
 
 def call_once_less(rank: int, world: int, board_path: str, stays: bool) -> tuple[str, str, float, list[str]]:
-    layer, wrong = make_layer(timeout_s=1.0), []
+    layer, wrong = make_layer(), []
     for call in range(2):
         checked_call(layer, inputs(rank, call), wrong)
+    set_limit(layer, 1.0)
     begin = time.monotonic()
     if rank == 1:
         time.sleep(2.0 if stays else 0.0)
@@ -180,16 +189,18 @@ def test_krn_08_one_call_less(tmp_path, stays):
 
 def swap_layers(rank: int, world: int, board_path: str, shared: bool) -> list[tuple[str, str, float]]:
     sizes = {} if shared else {"segments": 2}
-    first, second = make_layer(timeout_s=1.0), make_layer(timeout_s=1.0, **sizes)
+    first, second = make_layer(), make_layer(**sizes)
     wrong: list[str] = []
     for call, layer in enumerate((first, second)):
         checked_call(layer, inputs(rank, call), wrong)
+        set_limit(layer, 1.0)
     order = (first, second) if rank == 0 else (second, first)
     heard = []
     for layer in order:
         begin = time.monotonic()
         kind, text, at = failure_of(lambda layer=layer: layer(*inputs(rank, 3)))
         heard.append((kind, text, at - begin))
+    first.timeout_s = second.timeout_s = 20.0
     if shared:
         for call, layer in enumerate((first, second)):
             checked_call(layer, inputs(rank, 4 + call), wrong)
@@ -223,13 +234,13 @@ def compile_long(rank: int, world: int, board_path: str) -> tuple[str, str, list
     sessions.host_module = slow
 
     def first_call() -> None:
-        checked_call(make_layer(timeout_s=0.5), inputs(rank, 0), wrong)
+        checked_call(make_layer(timeout_s=1.0), inputs(rank, 0), wrong)
     return (*failure_of(first_call)[:2], wrong)
 
 
 @pytest.mark.parametrize(("limit", "enough"), [("20", True), ("0.7", False)])
 def test_krn_10_compiling_is_not_charged(tmp_path, monkeypatch, limit, enough):
-    """One rank compiles for three times timeout_s. The set-up has its own limit and ends with all ranks together."""
+    """One rank compiles for longer than timeout_s. The set-up has its own limit and ends with all ranks together."""
     monkeypatch.setenv("MOE_TK_FIRST_CALL_TIMEOUT_S", limit)
     for rank, (kind, text, wrong) in enumerate(values(run_ranks(2, compile_long, folder=tmp_path))):
         if enough:

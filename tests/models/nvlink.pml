@@ -2,7 +2,8 @@
 // read rows where their owner has exported them (remote loads are coherent here); routing lies in two buffers by the parity of
 // the call. Which ranks want rows of which differs from call to call.
 //
-//@ holds three_calls -DCALLS=3
+//@ holds two_calls -DCALLS=2
+//@ holds three_calls -DCALLS=3 -DONE_SIDED | tokens of rank 0 go to rank 1, none come back
 //@ holds a_wait_fails -DCALLS=2 -DFAULT | a rank gives up: the other must not get what it computes on whatever data there is
 //@ refuted ONE_ROUTING_BUFFER assertion | routing of the next call overwrites that which is being read
 //@ refuted READS_WITHOUT_RETURN assertion | a rank that reads rows but owes nothing for them: the owner may export the next ones
@@ -12,7 +13,7 @@
 //@ refuted KEEPS_QUIET deadlock -DCALLS=2 -DFAULT | a rank that gives up neither publishes nor raises the abort flag
 
 #ifndef CALLS
-#define CALLS 3
+#define CALLS 2
 #endif
 #define BLOCKS 4
 #define COUNTERS 0
@@ -40,19 +41,20 @@
 #endif
 #define WANTED 8                   // added to the routing: the sender's tokens go to the receiver's experts
 #define GARBAGE 255
+#define STOP 255
 
 #include "memory.pml"
 
 byte exporting[2], exported[2];    // call whose rows the copying blocks of open_call move
 #ifdef FAULT
-bool may_fail = true;
+bool may_fail;                     // once, or not at all
 #endif
 
 // nvlink::export_rows
 proctype copier(bit r) {
     byte call = 1;
     do
-    :: call <= CALLS && exporting[r] >= call ->
+    :: call <= CALLS && exporting[r] >= call && exporting[r] != STOP ->
         put(COPIER(r), ROWS(r), call);
 #ifdef RELAXED_ROWS
         put(COPIER(r), ROWS_POSTED(OTHER), call);
@@ -61,7 +63,7 @@ proctype copier(bit r) {
 #endif
         exported[r] = call;
         call++
-    :: call > CALLS -> break
+    :: call > CALLS || exporting[r] == STOP -> break
     od
 }
 
@@ -94,10 +96,19 @@ proctype rank(bit r) {
     :: call <= CALLS ->
         // open_call
         exporting[r] = call;
+#if defined(FAULT)
+        mine = r == 0;
+#elif defined(ONE_SIDED)
+        if
+        :: r == 0 -> mine = true
+        :: mine = false
+        fi;
+#else
         if
         :: mine = true
         :: mine = false
         fi;
+#endif
         put(r, ROUTING(OTHER, call), call + mine * WANTED);
         signal(r, POSTED(OTHER), call);
         wait_for(mem[POSTED(r)] >= call);
@@ -153,11 +164,19 @@ proctype rank(bit r) {
         fi;
         d_step { value = 0; good = false; mine = false; theirs = false; call++ };
         if
-        :: failed -> exporting[r] = CALLS; break  // the host refuses further calls
+        :: failed -> exporting[r] = STOP; break  // the host refuses further calls
         :: !failed
         fi
     :: call > CALLS -> break
     od
 }
 
-init { atomic { run rank(0); run rank(1); run copier(0); run copier(1) } }
+init {
+#ifdef FAULT
+    if
+    :: may_fail = true
+    :: skip
+    fi;
+#endif
+    atomic { run rank(0); run rank(1); run copier(0); run copier(1) }
+}

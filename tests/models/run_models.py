@@ -150,15 +150,19 @@ def run_all(checks: Iterable[Check], *, jobs: int, on_result: Callable[[Check, R
         return results
 
 
+def versions() -> dict[str, str]:
+    """First line of what each tool says about itself."""
+    return {tool: _first_line(_run([tool, option], Path.cwd(), COMPILE_S)[1]) for tool, option in (("spin", "-V"), ("gcc", "--version"))}
+
+
 def record_of(checks: list[Check], results: list[Result]) -> dict:
     """The committed form of the results: versions, and one row per check with what was expected and what was found."""
     rows = []
     for check, result in zip(checks, results, strict=True):
         found = {key: value for key, value in asdict(result).items() if key not in ("model", "name", "unreached")}
         rows.append({"model": check.model, "name": check.name, "expected": check.expected, "text": check.text, "buglog": check.buglog, **found})
-    versions = {tool: _run([tool, option], Path.cwd(), COMPILE_S)[1].splitlines()[0].strip() for tool, option in (("spin", "-V"), ("gcc", "--version"))}
-    return {"date": datetime.date.today().isoformat(), "machine": f"{platform.machine()}, {os.cpu_count()} cores", "versions": versions,
-            "models": {model: title for model, title in MODELS.items()}, "checks": rows}
+    return {"date": datetime.date.today().isoformat(), "machine": f"{platform.machine()}, {os.cpu_count()} cores", "versions": versions(),
+            "models": dict(MODELS), "checks": rows}
 
 
 def show_trace(check: Check) -> int:
