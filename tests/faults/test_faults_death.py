@@ -17,12 +17,9 @@ from pathlib import Path
 import pytest
 import torch
 from fault_lab import (
-    DEATH_LIMIT_S,
-    FAULT_PHASES,
     READY,
     STRUCK,
     Board,
-    Scenario,
     arm,
     checked_call,
     failure_of,
@@ -35,6 +32,7 @@ from fault_lab import (
     run_ranks,
     values,
 )
+from fault_scenarios import DEATH_LIMIT_S, FAULT_PHASES, Scenario
 
 import moe_tk
 from moe_tk.memory import shm

@@ -14,7 +14,6 @@ from fault_lab import (
     FAILED,
     STRUCK,
     Board,
-    Scenario,
     arm,
     checked_call,
     failure_of,
@@ -27,6 +26,7 @@ from fault_lab import (
     set_limit,
     values,
 )
+from fault_scenarios import Scenario
 
 import moe_tk
 from moe_tk.cli.explain_timeout import graph_lines

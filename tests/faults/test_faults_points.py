@@ -8,7 +8,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from fault_lab import FAULT_PHASES, STRUCK, Board, arm, checked_call, inputs, make_layer, run_ranks, values
+from fault_lab import STRUCK, Board, arm, checked_call, inputs, make_layer, run_ranks, values
+from fault_scenarios import FAULT_PHASES
 
 from moe_tk.runtime import toolchain
 from moe_tk.runtime.host import FAULT_POINT_FLAGS, SOURCES

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from fault_lab import play, random_scenario
+from fault_lab import play
+from fault_scenarios import random_scenario
 
 
 @pytest.mark.parametrize("seed", range(20))

@@ -10,10 +10,8 @@ import pytest
 from fault_lab import (
     FAILED,
     READY,
-    STALL_LIMIT_S,
     STRUCK,
     Board,
-    Scenario,
     arm,
     checked_call,
     failure_of,
@@ -26,6 +24,7 @@ from fault_lab import (
     set_limit,
     values,
 )
+from fault_scenarios import STALL_LIMIT_S, Scenario
 
 from moe_tk.runtime import session as sessions
 

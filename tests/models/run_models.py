@@ -5,7 +5,7 @@
     python tests/models/run_models.py --write              also benchmarks/results/model_checking.json and docs/protocols.md
     python tests/models/run_models.py --trace slot/SIGNAL_FIRST    a shortest run that refutes the mutant, step by step
 
-What is checked stands in the models as lines that begin with //@ (see checks.py).
+What is checked stands in the models as lines that begin with //@ (see model_checks.py).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-import page  # noqa: E402
-from checks import MODELS, Check, all_checks  # noqa: E402
+import model_page as page  # noqa: E402
+from model_checks import MODELS, Check, all_checks  # noqa: E402
 
 MEMORY_MB = 1024       # of one search; pan ends with a message beyond it
 SEARCH_S = 240.0       # of one search
@@ -85,17 +85,19 @@ def _first_line(text: str) -> str:
 
 
 def _build(check: Check, folder: Path, *defines: str, large: bool = True) -> str | None:
-    """Makes `pan`, the checker of one model; the text of what failed, or None. A small search is over before an optimiser is."""
+    """Makes `pan`, the checker of one model; the text of what failed, or None. Small searches end before an optimiser does."""
     status, text = _run(["spin", "-a", *check.flags, str(check.path)], folder, COMPILE_S)
     if status != 0 or not (folder / "pan.c").exists():
         return f"spin: {_first_line(text)}"
-    status, text = _run(["gcc", "-O1" if large else "-O0", "-w", *defines, f"-DMEMLIM={MEMORY_MB}", "-DVECTORSZ=1024", "-o", "pan", "pan.c"], folder, COMPILE_S)
+    options = ["-O1" if large else "-O0", "-w", *defines, f"-DMEMLIM={MEMORY_MB}", "-DVECTORSZ=1024"]
+    status, text = _run(["gcc", *options, "-o", "pan", "pan.c"], folder, COMPILE_S)
     return None if status == 0 else f"gcc: {_first_line(text)}"
 
 
-def _number(pattern: str, text: str) -> int:
-    found = re.search(pattern, text)
-    return int(float(found[1])) if found else 0
+def _number(phrase: str, text: str) -> float:
+    """The number at {} in the first such phrase of the output of pan, 0 if there is none."""
+    found = re.search(phrase.format(r"(\d+(?:\.\d+)?(?:e[+-]\d+)?)"), text)
+    return float(found[1]) if found else 0.0
 
 
 def verdict_of(status: int, text: str) -> str:
@@ -107,7 +109,8 @@ def verdict_of(status: int, text: str) -> str:
     if "non-progress cycle" in text.split("Full statespace search")[0]:
         return "cycle"
     errors = re.search(r"errors: (\d+)", text)
-    if status != 0 or errors is None or "search depth too small" in text or "out of memory" in text or "Search not completed" in text:
+    cut_short = any(sign in text for sign in ("search depth too small", "out of memory", "Search not completed"))
+    if status != 0 or errors is None or cut_short:
         return "incomplete: " + (text.strip().splitlines() or ["no output"])[-1]
     return "holds" if errors[1] == "0" else "incomplete: unknown error of pan"
 
@@ -126,9 +129,9 @@ def run_check(check: Check) -> Result:
         if failure:
             return Result(check.model, check.name, f"incomplete: {failure}", 0, 0, 0, 0.0)
         status, text = _run(["./pan", f"-m{DEPTH}", f"-w{HASH_BITS}"], folder, SEARCH_S)
-        result = Result(check.model, check.name, verdict_of(status, text), _number(r"(\d+(?:\.\d+e[+-]\d+)?) states, stored", text),
-                        _number(r"(\d+(?:\.\d+e[+-]\d+)?) transitions", text), _number(r"depth reached (\d+)", text),
-                        float((re.search(r"elapsed time ([\d.]+) seconds", text) or [0, "0"])[1]), unreached=_unreached(text))
+        result = Result(check.model, check.name, verdict_of(status, text), states=int(_number("{} states, stored", text)),
+                        transitions=int(_number("{} transitions", text)), depth=int(_number("depth reached {}", text)),
+                        seconds=_number("elapsed time {} seconds", text), unreached=_unreached(text))
         if check.expected == "holds" and result.verdict == "holds":
             failure = _build(check, folder, "-DNP", large=result.states > 30_000)
             status, text = _run(["./pan", "-l", f"-m{DEPTH}", f"-w{HASH_BITS}"], folder, SEARCH_S)
@@ -139,7 +142,8 @@ def run_check(check: Check) -> Result:
         return result
 
 
-def run_all(checks: Iterable[Check], *, jobs: int, on_result: Callable[[Check, Result], None] = lambda check, result: None) -> list[Result]:
+def run_all(checks: Iterable[Check], *, jobs: int,
+            on_result: Callable[[Check, Result], None] = lambda check, result: None) -> list[Result]:
     """Results in the order of `checks`, `jobs` at a time."""
     with ThreadPoolExecutor(max_workers=jobs) as pool:
         pending = [(check, pool.submit(run_check, check)) for check in checks]
@@ -152,7 +156,8 @@ def run_all(checks: Iterable[Check], *, jobs: int, on_result: Callable[[Check, R
 
 def versions() -> dict[str, str]:
     """First line of what each tool says about itself."""
-    return {tool: _first_line(_run([tool, option], Path.cwd(), COMPILE_S)[1]) for tool, option in (("spin", "-V"), ("gcc", "--version"))}
+    questions = (("spin", "-V"), ("gcc", "--version"))
+    return {tool: _first_line(_run([tool, option], Path.cwd(), COMPILE_S)[1]) for tool, option in questions}
 
 
 def record_of(checks: list[Check], results: list[Result]) -> dict:
@@ -160,9 +165,11 @@ def record_of(checks: list[Check], results: list[Result]) -> dict:
     rows = []
     for check, result in zip(checks, results, strict=True):
         found = {key: value for key, value in asdict(result).items() if key not in ("model", "name", "unreached")}
-        rows.append({"model": check.model, "name": check.name, "expected": check.expected, "text": check.text, "buglog": check.buglog, **found})
-    return {"date": datetime.date.today().isoformat(), "machine": f"{platform.machine()}, {os.cpu_count()} cores", "versions": versions(),
-            "models": dict(MODELS), "checks": rows}
+        rows.append({"model": check.model, "name": check.name, "expected": check.expected, "text": check.text,
+                     "buglog": check.buglog, **found})
+    machine = f"{platform.machine()}, {os.cpu_count()} cores"
+    return {"date": datetime.date.today().isoformat(), "machine": machine, "versions": versions(), "models": dict(MODELS),
+            "checks": rows}
 
 
 def show_trace(check: Check) -> int:
@@ -177,8 +184,8 @@ def show_trace(check: Check) -> int:
             status, text = _run(["./pan", f"-m{DEPTH}", f"-w{HASH_BITS}"], folder, SEARCH_S)
             trails = list(folder.glob("*.trail"))
             if trails:
-                print(text.splitlines()[0])
-                print(_run(["spin", "-t", "-p", "-g", "-l", "-k", str(trails[0]), *check.flags, str(check.path)], folder, SEARCH_S)[1])
+                command = ["spin", "-t", "-p", "-g", "-l", "-k", str(trails[0]), *check.flags, str(check.path)]
+                print(text.splitlines()[0], _run(command, folder, SEARCH_S)[1], sep="\n")
                 return 0
             if verdict_of(status, text) == "holds":
                 break
@@ -189,7 +196,8 @@ def show_trace(check: Check) -> int:
 def _say(check: Check, result: Result) -> None:
     mark = "ok  " if result.as_expected(check) else "BAD "
     ends = "" if result.ends is None else ", every run ends" if result.ends else ", NOT EVERY RUN ENDS"
-    print(f"{mark} {check.id:<42} {result.verdict:<10} {result.states:>8} states, depth {result.depth:>5}, {result.seconds:5.2f} s{ends}", flush=True)
+    search = f"{result.states:>8} states, depth {result.depth:>5}, {result.seconds:5.2f} s"
+    print(f"{mark} {check.id:<42} {result.verdict:<10} {search}{ends}", flush=True)
 
 
 def main() -> int:

@@ -10,16 +10,17 @@ import os
 import re
 from pathlib import Path
 
-import page
+import model_page as page
 import pytest
 import run_models
-from checks import FOLDER, MODELS, Check, all_checks, parse_line, switches_of
+from model_checks import FOLDER, MODELS, Check, all_checks, parse_line, switches_of
 
 ROOT = FOLDER.parents[1]
 CHECKS = all_checks()
+ANEW = "regenerate: python tests/models/run_models.py --write"
 MAPPING = (FOLDER / "README.md").read_text()
-needs_spin = pytest.mark.skipif(bool(run_models.missing_tools()),
-                                reason=f"model checking needs {', '.join(run_models.missing_tools())} (apt-get install spin gcc)")
+MISSING = run_models.missing_tools()
+needs_spin = pytest.mark.skipif(bool(MISSING), reason=f"model checking needs {', '.join(MISSING)} (apt-get install spin gcc)")
 
 
 @pytest.fixture(scope="session")
@@ -61,19 +62,19 @@ def test_committed_results_are_those_of_this_run(results, record):
         result = results[f"{row['model']}/{row['name']}"]
         assert row["verdict"] == result.verdict
         if same_spin and row["expected"] == "holds":
-            assert (row["states"], row["depth"]) == (result.states, result.depth), f"{row['model']}/{row['name']}: write the results anew"
+            assert (row["states"], row["depth"]) == (result.states, result.depth), f"{row['model']}/{row['name']}: {ANEW}"
 
 
 def test_committed_results_name_the_checks_of_the_models(record):
-    rows = [(row["model"], row["name"], row["expected"], row["text"], row["buglog"]) for row in record["checks"]]
-    assert rows == [(c.model, c.name, c.expected, c.text, c.buglog) for c in CHECKS], "regenerate: python tests/models/run_models.py --write"
+    keys = ("model", "name", "expected", "text", "buglog")
+    assert [[row[key] for key in keys] for row in record["checks"]] == [[getattr(c, key) for key in keys] for c in CHECKS], ANEW
     assert record["models"] == MODELS
 
 
 @pytest.mark.parametrize("name", page.PARTS)
 def test_page_has_the_committed_results(name, record):
     found = page.marked(name, page.PAGE.read_text())
-    assert found.group(2) == page.PARTS[name](record), "regenerate: python tests/models/run_models.py --write"
+    assert found.group(2) == page.PARTS[name](record), ANEW
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -122,7 +123,8 @@ def test_mapped_code_exists(source):
         assert re.search(rf"\b{name}\b", path.read_text()), f"{source}: {file} has no {name}"
 
 
-@pytest.mark.parametrize("line", ["//@ holds", "//@ refuted NAME", "//@ refuted NAME maybe | text", "//@ holds name flag", "// holds name"])
+@pytest.mark.parametrize("line", ["//@ holds", "//@ refuted NAME", "//@ refuted NAME maybe | text", "//@ holds name flag",
+                                  "// holds name"])
 def test_lines_that_are_no_checks_are_refused(line):
     with pytest.raises(ValueError, match="cannot read"):
         parse_line("slot", line)
@@ -142,10 +144,8 @@ def test_verdicts(status, text, verdict):
     assert run_models.verdict_of(status, text).split(":")[0] == verdict
 
 
-def test_a_broken_model_is_no_verdict(monkeypatch):
+@needs_spin
+def test_a_broken_model_is_no_verdict():
     """A model that does not compile, or that names a mutant which is not in it, must not count as refuted."""
-    if run_models.missing_tools():
-        pytest.skip("model checking needs spin and gcc")
     assert run_models.run_check(Check("slot", "NO_SUCH_MUTANT", "assertion", (), "")).verdict == "holds"
-    monkeypatch.setitem(MODELS, "broken", "")
     assert run_models.run_check(Check("broken", "x", "holds", (), "")).verdict.startswith("incomplete")

@@ -93,5 +93,6 @@ def all_checks(only: Iterable[str] = ()) -> list[Check]:
 
 def switches_of(model: str) -> set[str]:
     """Names that the text of a model tests with #if or #ifdef."""
-    lines = [line for line in (FOLDER / f"{model}.pml").read_text().splitlines() if re.match(r"\s*#\s*(if|ifdef|ifndef|elif)\b", line)]
-    return {name for line in lines for name in re.findall(r"\b[A-Z][A-Z0-9_]+\b", line)}
+    lines = (FOLDER / f"{model}.pml").read_text().splitlines()
+    conditions = [line for line in lines if re.match(r"\s*#\s*(if|ifdef|ifndef|elif)\b", line)]
+    return {name for line in conditions for name in re.findall(r"\b[A-Z][A-Z0-9_]+\b", line)}

@@ -25,8 +25,9 @@ def models_table(record: dict) -> str:
             lines.append(f"| {name} | {text} | {row['states']:,} | {row['depth']:,} | {count} |")
     rows = record["checks"]
     holds = [row for row in rows if row["expected"] == "holds"]
-    lines += ["", f"{len(holds)} configurations with {sum(row['states'] for row in holds):,} states hold: no deadlock, no failed assertion, no "
-                  f"infinite run. {len(rows) - len(holds)} mutants are refuted. {record['versions']['spin']}; "
+    states = sum(row["states"] for row in holds)
+    lines += ["", f"{len(holds)} configurations with {states:,} states hold: no deadlock, no failed assertion, no infinite "
+                  f"run. {len(rows) - len(holds)} mutants are refuted. {record['versions']['spin']}; "
                   f"{sum(row['seconds'] for row in rows):.0f} s of search on {record['machine']}, {record['date']}."]
     return "\n".join(lines)
 
