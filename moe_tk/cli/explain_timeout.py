@@ -52,7 +52,8 @@ def run(args: argparse.Namespace) -> int:
     """Prints the graph and the records. Returns 0."""
     content = read_records(args.file)
     console = Console()
-    console.print(f"[bold]{escape(content['op'])}[/bold], {content['world']} ranks, as rank {content['rank']} saw it, {content['time']}")
+    seen = f"{content['world']} ranks, as rank {content['rank']} saw it, {content['time']}"
+    console.print(f"[bold]{escape(content['op'])}[/bold], {seen}")
     console.print()
     for line in graph_lines(content):
         console.print("  " + escape(line), style="bold" if "start here" in line else None, highlight=False)

@@ -40,7 +40,8 @@ def test_task_order_walks_supertiles_by_column():
                           mode="ep", row_block=2)
     walked = [(row, col) for _, _, row, col in task_order(tables, 2).tolist()]
     assert SUPERTILE == 8
-    assert walked == [*((r, 0) for r in range(8)), *((r, 1) for r in range(7, -1, -1)), (8, 0), (9, 0), (10, 0), (10, 1), (9, 1), (8, 1)]
+    assert walked == [*((r, 0) for r in range(8)), *((r, 1) for r in range(7, -1, -1)),
+                      (8, 0), (9, 0), (10, 0), (10, 1), (9, 1), (8, 1)]
     same = [a[0] == b[0] or a[1] == b[1] for a, b in zip(walked, walked[1:], strict=False)]
     assert same.count(False) == 1  # only from one supertile to the next
 
