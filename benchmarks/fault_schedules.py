@@ -27,7 +27,8 @@ from rich.table import Table
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT / "tests" / "faults")]
-from fault_lab import DEATH_LIMIT_S, STALL_LIMIT_S, Verdict, play, random_scenario  # noqa: E402
+from fault_lab import Verdict, play  # noqa: E402
+from fault_scenarios import DEATH_LIMIT_S, STALL_LIMIT_S, random_scenario  # noqa: E402
 
 from moe_tk import __version__  # noqa: E402
 
