@@ -46,12 +46,12 @@ class Verdict:
     latencies_s: dict[int, float]
     errors: dict[int, str]
     texts: dict[int, str]
-    seconds: float = 0.0
+    took_s: float = 0.0
 
     def as_json(self) -> dict[str, Any]:
         return {**asdict(self.scenario), "problems": self.problems, "errors": self.errors,
                 "latencies_s": {rank: round(value, 3) for rank, value in self.latencies_s.items()},
-                "seconds": round(self.seconds, 2)}
+                "took_s": round(self.took_s, 2)}
 
 
 class Board:
@@ -280,7 +280,7 @@ def play(scenario: Scenario, folder: Path) -> Verdict:
     return Verdict(scenario=scenario, problems=problems,
                    latencies_s={rank: a.error_at - struck for rank, a in accounts.items() if a.error},
                    errors={rank: a.error for rank, a in accounts.items()}, texts={rank: a.text for rank, a in accounts.items()},
-                   seconds=time.monotonic() - begin)
+                   took_s=time.monotonic() - begin)
 
 
 def leftovers(pids: list[int]) -> list[str]:
