@@ -67,10 +67,16 @@ def finish_what_failed(rank: int, world: int, board_path: str) -> tuple[int, str
 
 def test_krn_11_a_frozen_rank_does_not_return_what_the_others_gave_up(tmp_path):
     """It could: all rows that it waits for have come. But the call has failed, and all ranks must agree about that."""
-    said = values(run_ranks(3, finish_what_failed, folder=tmp_path,
-                            outside=lambda board, ranks: go_on_when_given_up(board, ranks, 1)))
+    for attempt in range(5):  # a thread that the stop reaches late may send the last jobs: then nobody waits, and nothing is shown
+        folder = tmp_path / str(attempt)
+        folder.mkdir()
+        said = values(run_ranks(3, finish_what_failed, folder=folder,
+                                outside=lambda board, ranks: go_on_when_given_up(board, ranks, 1)))
+        if min(right for right, _ in said[::2]) == 1:
+            break
+    else:
+        pytest.fail("nobody waited for the rank that was stopped, in five attempts")
     assert said[1][0] == 1 and "rank 1" in said[1][1]
-    assert min(right for right, _ in said[::2]) == 1, "nobody waited for the rank that was stopped"
 
 
 def be_stopped(rank: int, world: int, board_path: str) -> list[str]:

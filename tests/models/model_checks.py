@@ -66,8 +66,9 @@ def parse_line(model: str, line: str) -> Check:
         raise ValueError(f"{model}.pml: cannot read {line!r}")
     kind, name, words, rest = found.groups()
     words = words.split()
-    expected = words.pop(0) if kind == "refuted" else "holds"
-    if expected not in ("holds", "assertion", "deadlock") or not all(word.startswith("-D") for word in words):
+    expected = "holds" if kind == "holds" else words.pop(0) if words else ""
+    verdicts = ("holds",) if kind == "holds" else ("assertion", "deadlock")
+    if expected not in verdicts or not all(word.startswith("-D") for word in words):
         raise ValueError(f"{model}.pml: cannot read {line!r}")
     text, _, buglog = (rest or "").partition("|")
     return Check(model, name, expected, tuple(words), text.strip(), buglog.strip())
