@@ -149,3 +149,17 @@ def test_a_broken_model_is_no_verdict():
     """A model that does not compile, or that names a mutant which is not in it, must not count as refuted."""
     assert run_models.run_check(Check("slot", "NO_SUCH_MUTANT", "assertion", (), "")).verdict == "holds"
     assert run_models.run_check(Check("broken", "x", "holds", (), "")).verdict.startswith("incomplete")
+
+
+@needs_spin
+@pytest.mark.parametrize("name", ["slot/SIGNAL_FIRST", "nvlink/PUBLISHES_AFTER_ABORT"])
+def test_a_run_that_refutes_a_mutant_can_be_shown(name, capsys):
+    assert run_models.show_trace(all_checks([name])[0]) == 0
+    shown = capsys.readouterr().out
+    assert "assertion violated" in shown and "proc" in shown
+
+
+@needs_spin
+def test_there_is_no_such_run_of_a_model_that_holds(capsys):
+    assert run_models.show_trace(all_checks(["slot/three_calls"])[0]) == 1
+    assert "no run that breaks a property" in capsys.readouterr().out
