@@ -133,6 +133,8 @@ __device__ __forceinline__ void reduce_token(const call_view &c, const combine_p
     bool ok = true;
     if (owes) ok = spin_until(c.combined(c.rank, lane, chunk), epoch, c, {phase_id::reduce, role_id::reduce, chunk, lane});
     bf16 *to = p.out + int64_t(token) * c.hidden;
+    // A rank that gave up raised this flag before any later release of its own, so a wait that succeeded since sees it.
+    ok = ok && load_relaxed_sys(&c.control(c.rank)->abort_flag) == 0;
     if (!__all_sync(0xffffffff, ok)) return fill_nan(to, columns);
     sum_rows(owes ? c.plane<bf16>(c.rank, lane, token) : nullptr, 1.0f, columns, to);
 }
@@ -141,12 +143,14 @@ __device__ __forceinline__ void reduce_token(const call_view &c, const combine_p
 __device__ __forceinline__ void combine_and_reduce(const call_view &c, const combine_params &p) {
     const uint32_t epoch = *c.epoch_ptr;
     const int num_jobs = __ldg(p.counts + COUNT_JOBS), job_slices = slices_of(num_jobs, c.hidden);
-    for (int item = take_item(p.next_job); item < num_jobs * job_slices;) {
+    // A gather that gave up has left rows unwritten: nothing made of them may reach another rank.
+    const bool given_up = load_relaxed_sys(&c.control(c.rank)->abort_flag) != 0;
+    for (int item = take_item(p.next_job); !given_up && item < num_jobs * job_slices;) {
         const int row = __ldg(p.job_order + item / job_slices), slice = item % job_slices;
         item = take_item(p.next_job);
         if (!combine_job(c, p, row, slice, job_slices, epoch)) break;
     }
-    const bool computed = __ldg(p.token_counts + c.rank) == p.num_tokens;  // else some rank refused the call
+    const bool computed = !given_up && __ldg(p.token_counts + c.rank) == p.num_tokens;  // else some rank refused the call
     const int slices = slices_of(p.num_tokens, c.hidden);
     for (int item = take_item(p.next_token); item < p.num_tokens * slices;) {
         const int token = item / slices;

@@ -32,7 +32,7 @@ __device__ __forceinline__ void give_up(const call_view &c, wait_place place, ui
     record.missing = place.producer == c.rank ? 0 : 1ull << place.producer;
     for (int to = 0; to < c.world; ++to) c.control(to)->records[c.rank] = record;
     fence_sys();
-    for (int distance = 1; distance <= c.world && kind != abort_kind::told_by_peer; ++distance) {
+    for (int distance = 1; distance <= c.world; ++distance) {  // also what it was told: whoever told it may have died half-way
         const int to = (c.rank + distance) % c.world;
         store_release_sys(&c.control(to)->abort_flag, uint32_t(to == c.rank ? kind : abort_kind::told_by_peer));
     }

@@ -31,7 +31,7 @@ MOE_TK_FN uint64_t not_yet(const uint32_t *flags, int world, uint32_t epoch) {
 // Moves whenever any rank finishes an item of an earlier call, and when one is missing no more.
 MOE_TK_FN uint32_t sign_of(const wait_context &context, uint64_t missing) {
     uint32_t sum = signs_of_life(context);
-    for (; missing; missing &= missing - 1) ++sum;
+    for (; missing; missing &= missing - 1) --sum;  // less: adding would cancel the progress of a rank that finishes and comes
     return sum;
 }
 
