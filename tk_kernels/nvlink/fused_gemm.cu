@@ -1,84 +1,9 @@
-// The fused layer's GEMM configurations and their launches.
-#include "../patterns/grouped_gemm.cuh"
-#include "fused_gemm.cuh"
-#include "layer.cuh"
+// The fused layer's bf16 GEMM configurations.
+#include "fused_launch.cuh"
 
 namespace moe_tk::nvlink {
 
 namespace {
-
-using kittens::bf16;
-using kittens::tma::cache_policy;
-
-template <class Cfg, class Gate, class Epilogue, class Push>
-gemm_globals<Cfg, Gate, Epilogue, Push> make_globals(const workspace_view &w, const void *in, int k, const void *weights,
-                                                                   int n, void *out, typename Gate::params gate,
-                                                                   typename Epilogue::params epilogue, typename Push::params push,
-                                                                   const int4 *tasks, count_index count) {
-    bf16 *tokens = static_cast<bf16 *>(const_cast<void *>(in)), *matrix = static_cast<bf16 *>(const_cast<void *>(weights));
-    const int experts = w.num_local > 0 ? w.num_local : 1;  // a rank without experts has a dummy and no tasks
-    return {.tokens = {tokens, 1, 1, w.max_slots, k},
-            .weights = {matrix, 1, experts, n, k},
-            .out = {static_cast<bf16 *>(out), 1, 1, w.max_slots, n / Epilogue::COLUMN_RATIO},
-            .scales = {},
-            .tasks = {.tasks = tasks, .num_tasks_ptr = w.tables.counts + count, .num_tasks = 0, .block_rows = w.tables.block_target},
-            .gate = gate,
-            .epilogue = epilogue,
-            .push = push,
-            .tokens_policy = cache_policy::NORMAL,
-            .weights_policy = cache_policy::NORMAL};
-}
-
-template <class Kernel, class... Args>
-void launch(Kernel kernel, int num_sms, int threads, int cluster, int smem, cudaStream_t stream, const Args &...args) {
-    cudaLaunchAttribute attr{};
-    attr.id = cudaLaunchAttributeClusterDimension;
-    attr.val.clusterDim.x = cluster, attr.val.clusterDim.y = 1, attr.val.clusterDim.z = 1;
-    cudaLaunchConfig_t config{};
-    config.gridDim = dim3(num_sms / cluster * cluster), config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = smem, config.stream = stream, config.attrs = &attr, config.numAttrs = 1;
-    check_cuda(cudaLaunchKernelEx(&config, kernel, args...), "fused GEMM launch");
-}
-
-template <class Gather, class Scatter> void prepare() {
-    check_cuda(cudaFuncSetAttribute(gather_gemm<Gather, swiglu_epilogue>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    gather_shared_bytes<Gather>()), "gather_gemm");
-    check_cuda(cudaFuncSetAttribute(gemm_scatter<Scatter>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    shared_bytes<Scatter, bf16>()), "gemm_scatter");
-}
-
-template <class Cfg> void launch_gather(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
-    const auto globals = make_globals<Cfg, arrival_gate, swiglu_epilogue, no_push>(
-        w, w.rows, w.call.hidden, call.w13, 2 * w.intermediate, w.activated, {w.call, w.counters.arrived},
-        {call.alpha, call.beta, call.limit, call.weights_before_l2 ? w.tables.slot_weight : nullptr}, {}, w.tables.tasks1,
-        COUNT_TASKS1);
-    const pull_params pull{.tokens = static_cast<const bf16 *>(call.hidden_states), .gathered = static_cast<bf16 *>(w.rows),
-                           .counts = w.tables.counts, .delivery_order = w.tables.delivery_order, .slots = w.tables.slots,
-                           .arrived = w.counters.arrived, .next_row = w.counters.next_row, .row_block = Cfg::BLOCK_M};
-    launch(gather_gemm<Cfg, swiglu_epilogue>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(), stream,
-           globals, pull);
-}
-
-template <class Cfg> void launch_scatter(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
-    const auto globals = make_globals<Cfg, no_gate, plain_epilogue, count_push>(
-        w, w.activated, w.intermediate, call.w2, w.call.hidden, w.rows, {}, {}, {w.counters.l2_done}, w.tables.tasks2,
-        COUNT_TASKS2);
-    const combine_params combine{
-        .counts = w.tables.counts, .slots = w.tables.slots, .job_order = w.tables.job_order,
-        .chunk_expected = w.tables.chunk_expected, .token_counts = w.tables.token_counts, .contributors = w.tables.contributors,
-        .l2_done = w.counters.l2_done, .job_done = w.counters.job_done, .next_job = w.counters.next_job,
-        .next_token = w.counters.next_token, .expert_out = static_cast<const bf16 *>(w.rows),
-        .slot_weight = call.weights_before_l2 ? nullptr : w.tables.slot_weight, .out = static_cast<bf16 *>(call.out),
-        .num_tokens = call.num_tokens, .row_block = Cfg::BLOCK_M, .col_blocks = kittens::ceil_div(w.call.hidden, Cfg::BLOCK_N)};
-    launch(gemm_scatter<Cfg>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, shared_bytes<Cfg, bf16>(), stream, globals, w.call,
-           combine);
-}
-
-template <class Gather, class Scatter> constexpr fused_variant make_fused(const char *name) {
-    static_assert(Gather::BLOCK_M == Scatter::BLOCK_M, "both GEMMs of a call share the slots and their row blocks");
-    return {name, Gather::BLOCK_M, Gather::BLOCK_N, Scatter::BLOCK_N, gather_shared_bytes<Gather>(), shared_bytes<Scatter, bf16>(),
-            prepare<Gather, Scatter>, launch_gather<Gather>, launch_scatter<Scatter>};
-}
 
 // One output buffer per warpgroup where the mover's ring needs the room: SwiGLU has half as many columns to store.
 //                                               type  M    N  stages  warpgroups M x N  cluster  output buffers

@@ -1,0 +1,54 @@
+// What open_call is given, and where a thread of its building cluster stands.
+#pragma once
+
+#include <cooperative_groups.h>
+
+#include "tables.cuh"
+#include "wait.cuh"
+
+namespace moe_tk::nvlink {
+
+constexpr int OPEN_THREADS = 1024, OPEN_WARPS = OPEN_THREADS / 32;
+constexpr int BUILD_THREADS = OPEN_CLUSTER * OPEN_THREADS, BUILD_WARPS = OPEN_CLUSTER * OPEN_WARPS;
+
+// Division of small numbers by one that the host knows. Exact for numerators below 2^32 / divisor.
+struct divisor {
+    uint32_t value, magic;
+    explicit divisor(int d) : value(uint32_t(d)), magic(uint32_t(0xffffffffull / uint32_t(d) + 1)) {}  // unused for 1
+    __device__ __forceinline__ int divide(int n) const { return value == 1 ? n : int(__umulhi(uint32_t(n), magic)); }
+};
+
+struct open_globals {
+    call_view call;
+    table_view tables;
+    counter_view counters;
+    uint64_t signature;
+    const void *hidden_states;  // [num_tokens, H] bf16
+    const void *topk_ids;       // [num_tokens, k] i32 or i64
+    const void *topk_weights;   // [num_tokens, k] f32 or bf16
+    int num_tokens, refused;
+    int ids_are_64, weights_are_bf16;
+    int num_experts, first_expert, num_local, tensor_parallel;
+    divisor choices;            // by k
+    int row_block, segments, max_blocks;
+    int col_blocks1, col_blocks2;  // of the two GEMMs
+    uint32_t *epoch;            // written by the last block
+    uint32_t *blocks_done, *copies_done;  // self-resetting
+    int *scratch;               // [SCRATCH_INTS]
+};
+
+struct open_shared {
+    int first_token[MAX_WORLD + 1];  // ranks' tokens in one row, without gaps
+    int offset[MAX_GROUPS + 1], total[MAX_GROUPS], first_slot[MAX_GROUPS];  // the last: of this block's first pair
+    int warp_sum[2][OPEN_WARPS];
+    uint32_t histogram[];  // [OPEN_WARPS, groups]
+};
+inline int open_shared_bytes(int groups) { return int(sizeof(open_shared)) + OPEN_WARPS * groups * 4; }
+
+struct build_place {  // where a thread stands in cluster 0
+    int block, warp, lane, thread, global_warp, global_thread;
+};
+
+__device__ __forceinline__ void cluster_barrier() { cooperative_groups::this_cluster().sync(); }
+
+}  // namespace moe_tk::nvlink
