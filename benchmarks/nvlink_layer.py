@@ -21,6 +21,8 @@ import torch.distributed as dist
 
 import moe_tk
 from moe_tk import reference
+from moe_tk.ops.gemm_weights import dequantise_rows, dequantise_weights, quantise_rows
+from moe_tk.runtime.nvlink_fp8 import quantised
 from moe_tk.runtime.nvlink_session import GATHER, OPEN, SCATTER
 from moe_tk.weights import shard_weights
 
@@ -30,7 +32,18 @@ SHAPES = {  # hidden, intermediate, experts, top_k
 STAGES = {"open": OPEN, "open_gather": OPEN | GATHER, "all": OPEN | GATHER | SCATTER, "gemm1": GATHER, "gemm2": SCATTER}
 CHECKED_TOKENS = 64
 WARM_UP = 3
-FLOPS_PER_S, BYTES_PER_S = 795e12, 4.59e12  # of one H200, measured
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+FLOPS_PER_S, BYTES_PER_S = {"bf16": 795e12, "fp8": 1458e12}, 4.59e12  # of one H200, measured
+
+
+class Dequantised:
+    """Values of e4m3 weights, one expert at a time: all of them at once would be four times as large."""
+
+    def __init__(self, weights: torch.Tensor, scales: torch.Tensor) -> None:
+        self.weights, self.scales, self.shape = weights, scales, weights.shape
+
+    def __getitem__(self, expert: int) -> torch.Tensor:
+        return dequantise_weights(self.weights[expert:expert + 1], self.scales[expert:expert + 1])[0]
 
 
 class Bench:
@@ -58,7 +71,10 @@ class Bench:
         self.launch(STAGES["all"])
         self.layer.synchronize()
         some = slice(0, CHECKED_TOKENS)
-        want = reference.moe_layer(self.hidden[some], self.ids[some], self.routing_weights[some], *self.weights)
+        rows = self.hidden[some]
+        if self.layer.dtype != torch.bfloat16:
+            rows = dequantise_rows(*quantise_rows(rows))
+        want = reference.moe_layer(rows, self.ids[some], self.routing_weights[some], *self.weights)
         return self.meet(reference.relative_error(self.out[some], want))
 
     def time(self, body: Callable[[], None], calls: int) -> float:
@@ -97,33 +113,46 @@ class Bench:
         return us
 
 
-def floor_us(shape: str, mode: str, tokens: int, world: int) -> float:
+def floor_us(shape: str, mode: str, tokens: int, world: int, dtype: str) -> float:
     """The larger of the times of the FLOPs and of the weights, all of them touched."""
     hidden, inter, experts, top_k = SHAPES[shape]
     flops = tokens * top_k * 6 * hidden * inter  # EP: a rank's share of all pairs; TP: all pairs, a share of the columns
-    weights = experts * 3 * hidden * inter * 2 / world
-    return max(flops / FLOPS_PER_S, weights / BYTES_PER_S) * 1e6
+    weights = experts * 3 * hidden * inter * DTYPES[dtype].itemsize / world
+    return max(flops / FLOPS_PER_S[dtype], weights / BYTES_PER_S) * 1e6
+
+
+def load(layer: moe_tk.MoELayer, w13: torch.Tensor, w2: torch.Tensor, part: dict) -> tuple:
+    """Gives the layer its part of the weights; returns the values of all of them, for the reference."""
+    if layer.dtype == torch.bfloat16:
+        layer.load_weights(*shard_weights(w13, w2, **part))
+        return w13, w2
+    (q13, s13), (q2, s2) = quantised(w13, None), quantised(w2, None)
+    mine = (w.view(q13.dtype) for w in shard_weights(q13.view(torch.uint8), q2.view(torch.uint8), **part))
+    w13_scale, w2_scale = shard_weights(s13, s2, **part)
+    layer.load_weights(*mine, w13_scale=w13_scale, w2_scale=w2_scale)
+    return Dequantised(q13, s13), Dequantised(q2, s2)
 
 
 def measure(shape: str, mode: str, args: argparse.Namespace, device: torch.device) -> list[dict]:
     """Lines of one layer."""
     hidden, inter, experts, top_k = SHAPES[shape]
     layer = moe_tk.MoELayer(num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=inter, mode=mode,
-                            max_tokens_per_rank=max(args.tokens), protocol="nvlink", device=device)
+                            max_tokens_per_rank=max(args.tokens), protocol="nvlink", device=device, dtype=DTYPES[args.dtype])
     draw = torch.Generator(device=device).manual_seed(0)
     w13 = torch.randn(experts, 2 * inter, hidden, device=device, dtype=torch.bfloat16, generator=draw) / hidden**0.5
     w2 = torch.randn(experts, hidden, inter, device=device, dtype=torch.bfloat16, generator=draw) / inter**0.5
     world, rank = layer.group.world, layer.group.rank
-    layer.load_weights(*shard_weights(w13, w2, mode=mode, world=world, rank=rank))
+    weights = load(layer, w13, w2, dict(mode=mode, world=world, rank=rank))
+    del w13, w2
     lines = []
     for tokens in args.tokens:
-        bench = Bench(layer, tokens, (w13, w2), args.repeats)
+        bench = Bench(layer, tokens, weights, args.repeats)
         error = bench.check()
-        if not error <= reference.ERROR_BUDGET[torch.bfloat16]:
+        if not error <= reference.ERROR_BUDGET[DTYPES[args.dtype]]:
             raise SystemExit(f"{shape} {mode} T={tokens}: relative error {error}")
         us = {name: round(value, 1) for name, value in bench.run(args.graphs).items()}
-        lines.append(dict(shape=shape, mode=mode, tokens_per_rank=tokens, error=error, us=us,
-                          floor_us=round(floor_us(shape, mode, tokens, world), 1)))
+        lines.append(dict(shape=shape, dtype=args.dtype, mode=mode, tokens_per_rank=tokens, error=error, us=us,
+                          floor_us=round(floor_us(shape, mode, tokens, world, args.dtype), 1)))
         if rank == 0:
             print(json.dumps(lines[-1]), flush=True)
     return lines
@@ -137,6 +166,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="seed,qwen3-30b-a3b", help=", ".join(SHAPES))
     parser.add_argument("--modes", default="ep,tp")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
     parser.add_argument("--tokens", type=numbers, default=[64, 512, 2048, 8192], help="of each rank")
     parser.add_argument("--graphs", type=numbers, default=[1, 10], help="calls of a CUDA graph")
     parser.add_argument("--repeats", type=int, default=20)

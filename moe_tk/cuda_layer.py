@@ -1,4 +1,4 @@
-"""MoELayer on the CUDA back end: bfloat16, EP and TP, over NVLink; three launches per call on the current stream.
+"""MoELayer on the CUDA back end: bfloat16 or e4m3, EP and TP, over NVLink; three launches per call on the current stream.
 
 Calls are asynchronous and can be captured in CUDA graphs. What a call fails with on the device is raised by the next call or
 by synchronize(); its result is NaN.
@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moe_tk.arguments import as_contiguous, check_routing_tensors, check_tensor
+from moe_tk.arguments import as_contiguous, check_routing_tensors, check_tensor, names
 from moe_tk.config import env
 from moe_tk.cpu_layer import WEIGHT_POSITIONS, CpuMoELayer
 from moe_tk.errors import ArgumentError, ArgumentTypeError, TopologyError
@@ -22,16 +22,21 @@ from moe_tk.ops.handles import keep_handle
 from moe_tk.planner import Plan
 from moe_tk.runtime.calls import signature_of
 from moe_tk.runtime.launch import Activation, CallStats, resolve_activation
+from moe_tk.runtime.nvlink_fp8 import E4M3, check_scales
 from moe_tk.runtime.nvlink_layer import NvlinkLayer
 from moe_tk.sizes import check_count, check_layer_sizes, check_one_of, check_positive
 from moe_tk.weights import from_checkpoint
 
 PATTERNS = ("auto", "two_kernel")
+DTYPES = (torch.bfloat16, E4M3)
 
 
 class CudaMoELayer(CpuMoELayer):
     """What MoELayer(protocol="nvlink") makes; the arguments are those of MoELayer, except
 
+    dtype        torch.bfloat16, or torch.float8_e4m3fn: rows travel and both GEMMs multiply in e4m3 with float32 scales of 1 x 128
+                 (rows) and 128 x 128 (weights); hidden_size and this rank's intermediate columns are multiples of 128. Results and
+                 partial sums are bfloat16
     device       of the tensors and of this rank's GPU (default: the current one)
     segments     batches of tokens whose tasks run one after the other (default 1)
     row_block    64 or 128 slots (default: chosen by the size of each call)
@@ -55,7 +60,8 @@ class CudaMoELayer(CpuMoELayer):
             self.device = own_device(self.group, device)
             geometry = NvlinkGeometry(world=self.group.world, rank=self.group.rank, max_tokens=max_tokens_per_rank, top_k=top_k,
                                       num_experts=num_experts, hidden=hidden_size, intermediate_size=intermediate_size,
-                                      mode=mode, max_segments=check_count("segments", 1 if segments is None else segments))
+                                      mode=mode, max_segments=check_count("segments", 1 if segments is None else segments),
+                                      dtype=str(dtype).removeprefix("torch."))
             self.memory: MemoryEstimate = nvlink_estimate(geometry)
             check_count("reserve_sms", reserve_sms, least=0)
         self.num_experts, self.top_k, self.max_tokens_per_rank = num_experts, top_k, max_tokens_per_rank
@@ -78,8 +84,8 @@ class CudaMoELayer(CpuMoELayer):
             raise ArgumentError(f"pattern is {pattern!r}, wanted one of {', '.join(PATTERNS)} on the CUDA back end")
         if protocol not in ("auto", "nvlink"):
             raise TopologyError(f"protocol is {protocol!r}, wanted 'nvlink' on the CUDA back end")
-        if dtype != torch.bfloat16:
-            raise ArgumentTypeError(f"dtype is {dtype}, wanted torch.bfloat16 on the CUDA back end")
+        if dtype not in DTYPES:
+            raise ArgumentTypeError(f"dtype is {dtype}, wanted {names(DTYPES)} on the CUDA back end")
         check_one_of("weight_position", weight_position, WEIGHT_POSITIONS)
         if row_block is not None and row_block not in ROW_BLOCKS:
             raise ArgumentError(f"row_block is {row_block}, wanted one of {', '.join(map(str, ROW_BLOCKS))} or None")
@@ -113,28 +119,62 @@ class CudaMoELayer(CpuMoELayer):
         """Starts the counting of `expert_load` anew, on the current stream. The count is of the workspace, so of all its layers."""
         self.session.workspace.local("load_total", torch.int64).zero_()
 
-    def load_weights(self, w13: Tensor, w2: Tensor, *, interleaved: bool = False, transposed: bool = False) -> None:
-        """Takes this rank's weights, as MoELayer.load_weights, from the layer's device; keeps a copy in the kernels' layout."""
+    def load_weights(self, w13: Tensor, w2: Tensor, *, w13_scale: Tensor | None = None, w2_scale: Tensor | None = None,
+                     interleaved: bool = False, transposed: bool = False) -> None:
+        """Takes this rank's weights, as MoELayer.load_weights, from the layer's device; keeps a copy in the kernels' layout.
+
+        An e4m3 layer takes bfloat16 weights, which it quantises, or e4m3 weights with w13_scale [E_local, 2I/128, H/128] and
+        w2_scale [E_local, H/128, I/128], float32: value = weight * scale, as in the checkpoints of DeepSeek-V3 (weight_scale_inv).
+        """
         experts, inter, hidden = self.num_local_experts, self.local_intermediate, self.hidden_size
         first, second = (experts, 2 * inter, hidden), (experts, hidden, inter)
         if transposed:
             first, second = (experts, hidden, 2 * inter), (experts, inter, hidden)
-        check_tensor("w13", w13, dtypes=(self.dtype,), shape=first, device=self.device,
+        dtypes = DTYPES if self.dtype == E4M3 else (self.dtype,)
+        check_tensor("w13", w13, dtypes=dtypes, shape=first, device=self.device,
                      layout="[E_local, H, 2I]" if transposed else "[E_local, 2I, H]")
-        check_tensor("w2", w2, dtypes=(self.dtype,), shape=second, device=self.device,
+        check_tensor("w2", w2, dtypes=dtypes, shape=second, device=self.device,
                      layout="[E_local, I, H]" if transposed else "[E_local, H, I]")
+        scales = self._check_weight_scales(w13, w2, w13_scale, w2_scale, interleaved, transposed)
         with torch.cuda.device(self.device):
-            self._calls.load_weights(*from_checkpoint(w13.detach(), w2.detach(), interleaved=interleaved, transposed=transposed))
+            weights = from_checkpoint(w13.detach(), w2.detach(), interleaved=interleaved, transposed=transposed)
+            self._calls.load_weights(*weights, *scales)
 
-    def forward_into(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None) -> Tensor:
+    def _check_weight_scales(self, w13: Tensor, w2: Tensor, w13_scale: Tensor | None, w2_scale: Tensor | None, interleaved: bool,
+                             transposed: bool) -> tuple[Tensor | None, Tensor | None]:
+        """Scales of both weights in the order of our layout, or None twice."""
+        if w13.dtype != w2.dtype:
+            raise ArgumentTypeError(f"w13 is {w13.dtype} and w2 is {w2.dtype}, wanted one dtype for both")
+        options = dict(transposed=transposed, device=self.device)
+        scales = check_scales("w13", w13, w13_scale, **options), check_scales("w2", w2, w2_scale, **options)
+        if scales[0] is None or scales[1] is None:
+            return None, None
+        if interleaved:
+            raise ArgumentError("interleaved is True with float8_e4m3fn weights: gate and up would share scales of 128 rows. Put "
+                                "the gate rows first, or give bfloat16 weights")
+        return tuple(scale.transpose(1, 2).contiguous() for scale in scales) if transposed else scales
+
+    def __call__(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, *, out: Tensor | None = None,
+                 hidden_scales: Tensor | None = None) -> Tensor:
+        """MoELayer.__call__. An e4m3 layer quantises bfloat16 hidden_states [T, H] itself, or takes e4m3 ones with hidden_scales
+        [T, H / 128] float32 (value = hidden * scale); the result is bfloat16."""
+        if hidden_scales is None:
+            return super().__call__(hidden_states, topk_ids, topk_weights, out=out)
+        if torch.compiler.is_compiling():
+            raise ArgumentError("hidden_scales are not taken under torch.compile: give bfloat16 hidden_states there")
+        return self.forward_into(hidden_states, topk_ids, topk_weights, out, hidden_scales)
+
+    def forward_into(self, hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, out: Tensor | None = None,
+                     hidden_scales: Tensor | None = None) -> Tensor:
         """Launches a call on the current stream of the layer's device. Shapes as in MoELayer.__call__."""
         with self.session.one_call("moe_layer", self.timeout_s), torch.cuda.device(self.device):
             try:
                 hidden, ids, weights, out = self._check_arguments(hidden_states, topk_ids, topk_weights, out)
+                scales = self._check_hidden_scales(hidden, hidden_scales)
             except Exception:  # whatever keeps this rank from taking part, the others must hear of it
                 self._calls.refuse(self._signature)
                 raise
-            self._calls.forward(hidden, ids, weights, out, signature=self._signature)
+            self._calls.forward(hidden, ids, weights, out, signature=self._signature, hidden_scales=scales)
         return out
 
     def synchronize(self) -> None:
@@ -146,20 +186,33 @@ class CudaMoELayer(CpuMoELayer):
                          out: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         if self._calls.w13 is None:
             raise ArgumentError("the layer has no weights: call load_weights(w13, w2) first")
-        hidden = check_tensor("hidden_states", hidden_states, dtypes=(self.dtype,), shape=(None, self.hidden_size),
-                              layout="[T, H]", device=self.device)
+        dtypes = DTYPES if self.dtype == E4M3 else (self.dtype,)
+        hidden = check_tensor("hidden_states", hidden_states, dtypes=dtypes, shape=(None, self.hidden_size), layout="[T, H]",
+                              device=self.device)
         tokens = hidden.shape[0]
         if tokens > self.max_tokens_per_rank:
             raise ArgumentError(f"hidden_states has {tokens} tokens, more than max_tokens_per_rank={self.max_tokens_per_rank}")
         ids, weights = check_routing_tensors(topk_ids, topk_weights, num_tokens=tokens, top_k=self.top_k, device=self.device)
         if out is None:
-            out = torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.device)
-        check_tensor("out", out, dtypes=(self.dtype,), shape=(tokens, self.hidden_size), layout="[T, H]", device=self.device)
+            out = torch.empty(tokens, self.hidden_size, dtype=torch.bfloat16, device=self.device)
+        check_tensor("out", out, dtypes=(torch.bfloat16,), shape=(tokens, self.hidden_size), layout="[T, H]", device=self.device)
         if not out.is_contiguous() or out.data_ptr() % 16:
             raise ArgumentError(f"out has strides {out.stride()} and address {out.data_ptr():#x}, wanted a contiguous tensor at a "
                                 "multiple of 16 bytes")
         hidden = as_contiguous("hidden_states", hidden)
         return hidden if hidden.data_ptr() % 16 == 0 else hidden.clone(), ids.contiguous(), weights.contiguous(), out
+
+    def _check_hidden_scales(self, hidden: Tensor, scales: Any) -> Tensor | None:
+        """The scales of e4m3 hidden states, contiguous; None for bfloat16."""
+        if hidden.dtype != E4M3:
+            if scales is not None:
+                raise ArgumentError(f"hidden_scales are given, but hidden_states are {hidden.dtype}: scales belong to "
+                                    "float8_e4m3fn")
+            return None
+        if scales is None:
+            raise ArgumentError("hidden_states are float8_e4m3fn, so hidden_scales [T, H/128] float32 are wanted; or give bfloat16")
+        return check_tensor("hidden_scales", scales, dtypes=(torch.float32,), shape=(hidden.shape[0], self.hidden_size // 128),
+                            layout="[T, H/128]", device=self.device).contiguous()
 
 
 def own_device(group: RankGroup, device: torch.device | str | int | None) -> torch.device:

@@ -122,16 +122,22 @@ class NvlinkWorkspace:
         """Fields of nvlink::workspace_view."""
         g = self.geometry
         local = {name: buffer.data_ptr() + item.offset for name, (buffer, item) in self._local.items()}
+        local = {"expert_out": local["slot_rows"], "slot_scales": 0, "activated_scales": 0, **local}
         return {**local, **{name: item.offset for name, item in self._symmetric.items()}, "bases": self.heap.bases,
                 "mailbox": self.mailbox.data_ptr(), "rank": self.group.rank, "max_tokens": g.max_tokens, "top_k": g.top_k,
-                "hidden": g.hidden, "job_chunk": JOB_CHUNK, "job_chunks": g.job_chunks, "num_experts": g.num_experts,
+                "hidden": g.hidden, "row_bytes": g.row_bytes, "quantised": g.quantised, "job_chunk": JOB_CHUNK,
+                "job_chunks": g.job_chunks, "num_experts": g.num_experts,
                 "first_expert": g.first_expert, "num_local": g.num_local_experts, "tensor_parallel": g.mode == "tp",
                 "max_slots": g.max_slots, "max_blocks": g.max_blocks, "intermediate": g.padded_intermediate, "num_sms": num_sms}
 
     def local(self, name: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
         """A local table, counter or work buffer as a tensor."""
+        return self.local_bytes(name).view(dtype).view(self._local[name][1].shape)
+
+    def local_bytes(self, name: str) -> torch.Tensor:
+        """The same as bytes."""
         buffer, item = self._local[name]
-        return buffer[item.offset:item.offset + item.bytes].view(dtype).view(item.shape)
+        return buffer[item.offset:item.offset + item.bytes]
 
     def region(self, name: str, dtype: torch.dtype) -> torch.Tensor:
         """A region of this rank's own segment as a tensor (last extent in elements of dtype)."""
@@ -140,10 +146,10 @@ class NvlinkWorkspace:
 
     def poison(self) -> None:
         """Fills all rows with NaN: what the next call does not write itself must not matter (for tests)."""
-        for name in ("slot_rows", "activated"):
-            self.local(name, torch.bfloat16).fill_(float("nan"))
+        for item in row_items(self.geometry):
+            self.local_bytes(item.name).fill_(0xff)  # NaN in every element type
         for name in ("rows", "planes"):
-            self.region(name, torch.bfloat16).fill_(float("nan"))
+            self.region(name, torch.uint8).fill_(0xff)
 
     def close(self) -> None:
         """Gives the heap's mappings up. Not a collective."""

@@ -21,11 +21,14 @@ HEADER_BYTES = 16
 MAX_TOP_K = 32             # a warp's lane per choice
 MAX_WORLD = 32             # a warp's lane per rank
 INT32_MAX = 2**31 - 1
+SCALE_BLOCK = 128          # e4m3: columns of a row, and rows and columns of a weight, under one scale
+DTYPES = ("bfloat16", "float8_e4m3fn")
 
 
 @dataclass(frozen=True)
 class NvlinkGeometry:
-    """Sizes of one workspace; equal on all ranks except the fields "of this rank". Element type bfloat16."""
+    """Sizes of one workspace; equal on all ranks except the fields "of this rank". dtype is that of the rows that travel and of
+    the weights; results and partial sums are bfloat16."""
 
     world: int
     rank: int
@@ -36,6 +39,7 @@ class NvlinkGeometry:
     intermediate_size: int  # of the layer
     mode: str              # "ep" | "tp"
     max_segments: int      # of one call
+    dtype: str = "bfloat16"  # | "float8_e4m3fn"
 
     def __post_init__(self) -> None:
         if not 1 <= self.world <= MAX_WORLD:
@@ -49,6 +53,33 @@ class NvlinkGeometry:
         if self.max_slots * max(self.hidden // 8, 1) > INT32_MAX:
             raise ArgumentError(f"max_tokens_per_rank is {self.max_tokens}: {self.max_slots} slots of {self.hidden} elements are "
                                 "more than the kernels can index; use fewer tokens per call")
+        if self.dtype not in DTYPES:
+            raise ArgumentError(f"dtype is {self.dtype}, wanted one of {', '.join(DTYPES)} on the CUDA back end")
+        if self.quantised:
+            self._check_scale_blocks()
+
+    def _check_scale_blocks(self) -> None:
+        """Raises ArgumentError where the blocks of scales do not fit the sizes of every rank."""
+        step = SCALE_BLOCK * (self.world if self.mode == "tp" else 1)
+        wanted = {"hidden_size": (self.hidden, SCALE_BLOCK, ""),
+                  "intermediate_size": (self.intermediate_size, step, " (128 for each rank)" if step > SCALE_BLOCK else "")}
+        for name, (size, multiple, why) in wanted.items():
+            if size % multiple:
+                near = [value for value in (size // multiple * multiple, (size // multiple + 1) * multiple) if value]
+                raise ArgumentError(f"{name} is {size}; with dtype float8_e4m3fn it must be a multiple of {multiple}{why}, since a "
+                                    f"scale covers {SCALE_BLOCK} columns; nearest: {' or '.join(map(str, near))}")
+
+    @property
+    def quantised(self) -> bool:
+        """Rows and weights are e4m3 with scales."""
+        return self.dtype == "float8_e4m3fn"
+
+    @property
+    def row_bytes(self) -> int:
+        """Between two exported rows: H bfloat16, or H e4m3 and their H / 128 float32 scales, rounded up to 128."""
+        if not self.quantised:
+            return 2 * self.hidden
+        return ceil_div(self.hidden + 4 * (self.hidden // SCALE_BLOCK), 128) * 128
 
     @property
     def num_local_experts(self) -> int:
@@ -95,14 +126,14 @@ class NvlinkGeometry:
 
 def symmetric_items(g: NvlinkGeometry) -> tuple[Item, ...]:
     """Regions of one rank's segment. Fields of nvlink::heap_offsets."""
-    peers = g.max_tokens if g.world > 1 else 0
+    exported = g.max_tokens if g.world > 1 or g.quantised else 0
     return place([
         ("control", (CONTROL_BYTES,), 1, "abort flag and wait records of every rank"),
         ("headers", (2, g.world, HEADER_BYTES), 1, "what each rank says about its call"),
         ("posted", (g.world, FLAG_LINE_BYTES), 1, "epoch of each header"),
         ("rows_posted", (g.world, FLAG_LINE_BYTES), 1, "epoch of each rank's exported rows"),
         ("routing", (2, g.world, g.max_tokens, g.top_k), 8, "expert and weight of each pair of all ranks"),
-        ("rows", (peers, g.hidden), 2, "this rank's tokens, read by the others"),
+        ("rows", (exported, g.row_bytes), 1, "this rank's tokens (e4m3: with their scales), read by the others"),
         ("combined", (g.world, g.job_chunks), 4, "watermark of each chunk of partial rows"),
         ("planes", (g.world, g.max_tokens, g.hidden), 2, "partial rows from each rank"),
     ])
@@ -142,7 +173,15 @@ def table_items(g: NvlinkGeometry) -> tuple[Item, ...]:
 
 
 def row_items(g: NvlinkGeometry) -> tuple[Item, ...]:
-    """Work buffers of one rank; slot_rows serves GEMM 1 as input and then GEMM 2 as output."""
+    """Work buffers of one rank; in bfloat16 slot_rows serves GEMM 1 as input and then GEMM 2 as output."""
+    if g.quantised:
+        return place([
+            ("slot_rows", (g.max_slots, g.hidden), 1, "gathered rows"),
+            ("slot_scales", (g.hidden // SCALE_BLOCK, g.max_slots), 4, "their scales"),
+            ("activated", (g.max_slots, g.padded_intermediate), 1, "output of GEMM 1"),
+            ("activated_scales", (g.padded_intermediate // SCALE_BLOCK, g.max_slots), 4, "its scales"),
+            ("expert_out", (g.max_slots, g.hidden), 2, "the experts' outputs"),
+        ])
     return place([
         ("slot_rows", (g.max_slots, g.hidden), 2, "gathered rows, then the experts' outputs"),
         ("activated", (g.max_slots, g.padded_intermediate), 2, "output of GEMM 1"),

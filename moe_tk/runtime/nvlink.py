@@ -22,8 +22,8 @@ def nvlink_module() -> ModuleType:
         sources = next(module.sources for module in native_modules() if module.name == NAME)
         module = load_module(build_cuda_module(NAME, sources, arch=ARCH), NAME)
         have = (module.CONTROL_BYTES, module.FLAG_LINE_BYTES, module.MAX_GROUPS, module.SCRATCH_INTS,
-                tuple(variant["row_block"] for variant in module.variants()))
-        want = (CONTROL_BYTES, FLAG_LINE_BYTES, MAX_GROUPS, SCRATCH_INTS, ROW_BLOCKS)
+                *(tuple(variant["row_block"] for variant in module.variants(quantised)) for quantised in (False, True)))
+        want = (CONTROL_BYTES, FLAG_LINE_BYTES, MAX_GROUPS, SCRATCH_INTS, ROW_BLOCKS, ROW_BLOCKS)
         if have != want:
             raise BuildError(f"{module.__file__} has sizes {have}, this package expects {want}: clear the module cache")
         _module = module

@@ -12,6 +12,7 @@ from moe_tk.errors import ArgumentError
 from moe_tk.group import RankGroup
 from moe_tk.memory.nvlink_layout import ROW_BLOCKS, NvlinkGeometry
 from moe_tk.runtime.launch import Activation
+from moe_tk.runtime.nvlink_fp8 import scaled_weights
 from moe_tk.runtime.nvlink_session import GATHER, NVLINK_SESSIONS, OPEN, SCATTER
 
 INTERLEAVE = 8        # swiglu_epilogue: gate and up rows alternate in groups of 8
@@ -56,10 +57,17 @@ class NvlinkLayer:
         self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
+        self.w13_scales: Tensor | None = None
+        self.w2_scales: Tensor | None = None
 
-    def load_weights(self, w13: Tensor, w2: Tensor) -> None:
-        """This rank's w13 [E_local, 2I, H], w2 [E_local, H, I] on the layer's device; kept in the engine's layout (a copy)."""
-        self.w13, self.w2 = engine_weights(w13, w2)
+    def load_weights(self, w13: Tensor, w2: Tensor, w13_scale: Tensor | None = None, w2_scale: Tensor | None = None) -> None:
+        """This rank's w13 [E_local, 2I, H], w2 [E_local, H, I] on the layer's device; kept in the engine's layout (a copy). An
+        e4m3 layer takes scales [E_local, N / 128, K / 128] with them, or quantises bfloat16 weights."""
+        if not self.geometry.quantised:
+            self.w13, self.w2 = engine_weights(w13, w2)
+            return
+        kept = scaled_weights(w13, w2, w13_scale, w2_scale)
+        self.w13, self.w2, self.w13_scales, self.w2_scales = kept.w13, kept.w2, kept.w13_scales, kept.w2_scales
 
     def choices(self, num_tokens: int) -> tuple[int, int]:
         """(variant, segments) of a call with num_tokens tokens on this rank. Slots are local, so ranks need not agree."""
@@ -69,10 +77,11 @@ class NvlinkLayer:
         return ROW_BLOCKS.index(row_block), self.segments or 1
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor, out: Tensor, *, signature: int,
-                stages: int = OPEN | GATHER | SCATTER) -> None:
-        """Launches a call. hidden, out [T, H] bf16, ids [T, k] i32/i64, weights [T, k] f32/bf16: contiguous, on the device."""
+                stages: int = OPEN | GATHER | SCATTER, hidden_scales: Tensor | None = None) -> None:
+        """Launches a call. hidden, out [T, H] bf16, ids [T, k] i32/i64, weights [T, k] f32/bf16: contiguous, on the device. An
+        e4m3 layer takes hidden as e4m3 too, with hidden_scales [T, H / 128] f32."""
         variant, segments = self.choices(hidden.shape[0])
-        fields = self._fields(variant, segments, signature, hidden, ids, weights, out)
+        fields = self._fields(variant, segments, signature, hidden, ids, weights, out, hidden_scales)
         self.session.run(fields, stages=stages, timeout_s=self.timeout_s)
 
     def refuse(self, signature: int) -> None:
@@ -80,12 +89,14 @@ class NvlinkLayer:
         self.session.run(self._fields(0, 1, signature), stages=OPEN, timeout_s=self.timeout_s)
 
     def _fields(self, variant: int, segments: int, signature: int, hidden: Tensor | None = None, ids: Tensor | None = None,
-                weights: Tensor | None = None, out: Tensor | None = None) -> dict[str, Any]:
+                weights: Tensor | None = None, out: Tensor | None = None,
+                hidden_scales: Tensor | None = None) -> dict[str, Any]:
         def address(tensor: Tensor | None) -> int:
             return 0 if tensor is None else tensor.data_ptr()
 
         return {"hidden_states": address(hidden), "topk_ids": address(ids), "topk_weights": address(weights), "out": address(out),
-                "w13": address(self.w13), "w2": address(self.w2), "signature": signature,
+                "w13": address(self.w13), "w2": address(self.w2), "hidden_scales": address(hidden_scales),
+                "w13_scales": address(self.w13_scales), "w2_scales": address(self.w2_scales), "signature": signature,
                 "num_tokens": 0 if hidden is None else hidden.shape[0], "refused": hidden is None,
                 "ids_are_64": ids is not None and ids.dtype == torch.int64,
                 "weights_are_bf16": weights is not None and weights.dtype == torch.bfloat16, "variant": variant,

@@ -1,11 +1,12 @@
-"""Runs a function of tests.cuda.checks on every rank, one process and one GPU each, and reports what failed.
+"""Runs a function of tests.cuda.checks, or of another module there, on every rank, one process and one GPU each.
 
-    run_ranks("tables,graphs", world=2, timeout_s=60)  from a test
+    run_ranks("tables,checks_fp8.graphs", world=2, timeout_s=60)  from a test
     python -m tests.cuda.ranks CHECK RANK WORLD PORT  in each process
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import subprocess
@@ -59,7 +60,9 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=world)
     for name in check.split(","):
         begin = time.monotonic()
-        getattr(checks, name)(checks.Ranks(rank, world, device))
+        module, _, function = name.rpartition(".")
+        where = importlib.import_module(f"tests.cuda.{module}") if module else checks
+        getattr(where, function)(checks.Ranks(rank, world, device))
         print(f"{name}: passed in {time.monotonic() - begin:.1f} s", flush=True)
     os._exit(0)  # a peer may be gone: no collective tear-down
 

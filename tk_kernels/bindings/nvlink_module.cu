@@ -1,5 +1,5 @@
 // Python bindings of the fused layer over NVLink. Device pointers and streams are integers; nothing here includes torch.
-// with: tk_kernels/nvlink/open_call.cu tk_kernels/nvlink/fused_gemm.cu
+// with: tk_kernels/nvlink/open_call.cu tk_kernels/nvlink/fused_gemm.cu tk_kernels/nvlink/fused_gemm_fp8.cu
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -29,7 +29,7 @@ nvlink::call_view read_call(bindings::fields &f) {
     c.record_claim = f.pointer<uint32_t>("record_claim");
     c.epoch_ptr = f.pointer<const uint32_t>("epoch");
     c.rank = f.get<int>("rank"), c.max_tokens = f.get<int>("max_tokens"), c.top_k = f.get<int>("top_k");
-    c.hidden = f.get<int>("hidden"), c.job_chunk = f.get<int>("job_chunk"), c.job_chunks = f.get<int>("job_chunks");
+    c.hidden = f.get<int>("hidden"), c.row_bytes = f.get<int>("row_bytes"), c.job_chunk = f.get<int>("job_chunk"), c.job_chunks = f.get<int>("job_chunks");
     return c;
 }
 
@@ -55,6 +55,8 @@ nvlink::workspace_view read_workspace(const py::dict &values) {
     w.epoch = f.pointer<uint32_t>("epoch"), w.blocks_done = f.pointer<uint32_t>("blocks_done");
     w.copies_done = f.pointer<uint32_t>("copies_done"), w.scratch = f.pointer<int>("scratch"), w.marks = f.pointer<uint8_t>("marks");
     w.rows = f.pointer<void>("slot_rows"), w.activated = f.pointer<void>("activated");
+    w.expert_out = f.pointer<void>("expert_out"), w.slot_scales = f.pointer<float>("slot_scales");
+    w.activated_scales = f.pointer<float>("activated_scales"), w.quantised = f.get<bool>("quantised");
     w.num_experts = f.get<int>("num_experts"), w.first_expert = f.get<int>("first_expert"), w.num_local = f.get<int>("num_local");
     w.tensor_parallel = f.get<bool>("tensor_parallel"), w.max_slots = f.get<int>("max_slots"), w.max_blocks = f.get<int>("max_blocks");
     w.intermediate = f.get<int>("intermediate"), w.num_sms = f.get<int>("num_sms");
@@ -68,37 +70,38 @@ class workspace {
     explicit workspace(const py::dict &values) : w_(read_workspace(values)) {
         nvlink::prepare_open_call();
         for (int i = 0; i < nvlink::num_fused_variants; ++i) nvlink::fused_variants[i].prepare();
+        for (int i = 0; i < nvlink::num_fused_variants_fp8; ++i) nvlink::fused_variants_fp8[i].prepare();
     }
     // Launches the stages of `stages` (bits 1 open, 2 gather, 4 scatter) on `stream`; returns at once.
     void run(const py::dict &values, int stages, double timeout_s, uint64_t stream) {
         bindings::fields f(values, "call");
         const nvlink::layer_call call{
             .hidden_states = f.pointer<void>("hidden_states"), .topk_ids = f.pointer<void>("topk_ids"),
-            .topk_weights = f.pointer<void>("topk_weights"), .out = f.pointer<void>("out"), .w13 = f.pointer<void>("w13"),
-            .w2 = f.pointer<void>("w2"), .signature = f.get<uint64_t>("signature"), .num_tokens = f.get<int>("num_tokens"),
+            .topk_weights = f.pointer<void>("topk_weights"), .hidden_scales = f.pointer<float>("hidden_scales"), .out = f.pointer<void>("out"), .w13 = f.pointer<void>("w13"),
+            .w2 = f.pointer<void>("w2"), .w13_scales = f.pointer<void>("w13_scales"), .w2_scales = f.pointer<void>("w2_scales"), .signature = f.get<uint64_t>("signature"), .num_tokens = f.get<int>("num_tokens"),
             .refused = f.get<bool>("refused"), .ids_are_64 = f.get<bool>("ids_are_64"),
             .weights_are_bf16 = f.get<bool>("weights_are_bf16"), .variant = f.get<int>("variant"), .segments = f.get<int>("segments"),
             .weights_before_l2 = f.get<bool>("weights_before_l2"), .alpha = f.get<float>("alpha"), .beta = f.get<float>("beta"),
             .limit = f.get<float>("limit")};
         f.done();
-        if (call.variant < 0 || call.variant >= nvlink::num_fused_variants)
+        if (call.variant < 0 || call.variant >= (w_.quantised ? nvlink::num_fused_variants_fp8 : nvlink::num_fused_variants))
             throw py::value_error("variant " + std::to_string(call.variant) + " does not exist");
         nvlink::workspace_view w = w_;
         w.call.timeout_ns = uint64_t(timeout_s * 1e9);
         const auto s = reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(stream));
         if (stages & nvlink::STAGE_OPEN) nvlink::launch_open_call(w, call, s);
-        if (stages & nvlink::STAGE_GATHER) nvlink::fused_variants[call.variant].gather(w, call, s);
-        if (stages & nvlink::STAGE_SCATTER) nvlink::fused_variants[call.variant].scatter(w, call, s);
+        if (stages & nvlink::STAGE_GATHER) nvlink::variant_of(w, call).gather(w, call, s);
+        if (stages & nvlink::STAGE_SCATTER) nvlink::variant_of(w, call).scatter(w, call, s);
     }
 
   private:
     nvlink::workspace_view w_;
 };
 
-py::list list_variants() {
+py::list list_variants(bool quantised) {
     py::list out;
-    for (int i = 0; i < nvlink::num_fused_variants; ++i) {
-        const auto &v = nvlink::fused_variants[i];
+    for (int i = 0; i < (quantised ? nvlink::num_fused_variants_fp8 : nvlink::num_fused_variants); ++i) {
+        const auto &v = (quantised ? nvlink::fused_variants_fp8 : nvlink::fused_variants)[i];
         py::dict d;
         d["name"] = v.name, d["row_block"] = v.row_block, d["gather_cols"] = v.gather_cols;
         d["scatter_cols"] = v.scatter_cols, d["gather_shared"] = v.gather_shared, d["scatter_shared"] = v.scatter_shared;
@@ -116,7 +119,7 @@ PYBIND11_MODULE(moe_tk_nvlink, m) {
     m.attr("FLAG_LINE_BYTES") = nvlink::FLAG_LINE * 4;
     m.attr("MAX_GROUPS") = nvlink::MAX_GROUPS;
     m.attr("SCRATCH_INTS") = nvlink::SCRATCH_INTS;
-    m.def("variants", &list_variants, "The compiled pairs of GEMMs, by index");
+    m.def("variants", &list_variants, py::arg("quantised") = false, "The compiled pairs of GEMMs of bf16 or e4m3, by index");
     py::class_<workspace>(m, "Workspace")
         .def(py::init<const py::dict &>(), py::arg("fields"))
         .def("run", &workspace::run, py::arg("call"), py::kw_only(), py::arg("stages"), py::arg("timeout_s"), py::arg("stream"));

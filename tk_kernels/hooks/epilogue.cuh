@@ -74,6 +74,7 @@ struct swiglu_epilogue {
 struct swiglu_quantise_epilogue {
     using out_type = kittens::fp8e4m3;
     static constexpr int COLUMN_RATIO = 2;
+    static constexpr float SMALLEST = 0x1p-100f;  // what is smaller becomes zero, so that no scale is without an inverse
     struct params {
         swiglu_params act;
         float *scales;   // (I / 128, stride)
@@ -107,7 +108,7 @@ struct swiglu_quantise_epilogue {
                 largest = kittens::max_nan(largest, kittens::max_nan(fabsf(y[t].x), fabsf(y[t].y)));
             }
             largest = row_max(largest);
-            const float scale = largest > 0.0f || largest != largest ? largest * (1.0f / 448.0f) : 1.0f;
+            const float scale = largest <= SMALLEST ? 1.0f : largest * (1.0f / 448.0f);  // a NaN stays
             const float inverse = 1.0f / scale;
             if (lane % 4 == 0) p.scales[(col / 128) * p.stride + slot + 8 * half] = scale;
 #pragma unroll

@@ -40,7 +40,7 @@ struct heap_offsets {  // bytes; the same in every rank's segment
     int64_t posted;        // [R, FLAG_LINE] epoch of header p
     int64_t rows_posted;   // [R, FLAG_LINE] epoch of rank p's exported rows
     int64_t routing;       // [2, R, max_tokens, k] (i32 id, f32 weight)  [., p] written by rank p
-    int64_t rows;          // [max_tokens, H] this rank's tokens, read by the others
+    int64_t rows;          // [max_tokens, row_bytes] this rank's tokens, read by the others
     int64_t combined;      // [R, job_chunks] epoch                    [p] written by rank p
     int64_t planes;        // [R, max_tokens, H] partial rows          [p] written by rank p
 };
@@ -53,6 +53,7 @@ struct call_view {
     const uint32_t *epoch_ptr; // local: number of the last finished or current call
     uint64_t timeout_ns;
     int world, rank, max_tokens, top_k, hidden, job_chunk, job_chunks;
+    int row_bytes;             // between exported rows: H bf16, or H e4m3 with their H / 128 scales behind them
 
     template <class T> __device__ T *region(int owner, int64_t offset) const { return reinterpret_cast<T *>(base[owner] + offset); }
     __device__ protocol::control_block *control(int owner) const { return region<protocol::control_block>(owner, at.control); }
@@ -68,7 +69,7 @@ struct call_view {
         return region<uint32_t>(owner, at.combined) + from * job_chunks + chunk;
     }
     template <class T> __device__ T *row(int owner, int token) const {
-        return region<T>(owner, at.rows) + int64_t(token) * hidden;
+        return region<T>(owner, at.rows + int64_t(token) * row_bytes);
     }
     template <class T> __device__ T *plane(int owner, int from, int token) const {
         return region<T>(owner, at.planes) + (int64_t(from) * max_tokens + token) * hidden;

@@ -11,15 +11,17 @@
 namespace moe_tk::nvlink {
 
 // Registers for the fourth warp of the producer warpgroup, which does more here than in the plain GEMM. A block has what it
-// got at launch, 168 x NUM_THREADS: asking for one more would wait for ever.
+// got at launch, LAUNCH_REGISTERS x NUM_THREADS: asking for one more would wait for ever.
 template <class Base> struct fused_config : Base {
-    static constexpr int PRODUCER_REGISTERS = 88, CONSUMER_REGISTERS = 208;
-    static_assert(PRODUCER_REGISTERS + Base::CONSUMER_WGS * CONSUMER_REGISTERS <= 168 * (Base::CONSUMER_WGS + 1), "registers of a block");
+    static constexpr int PRODUCER_REGISTERS = Base::CONSUMER_WGS == 1 ? 120 : 88, CONSUMER_REGISTERS = Base::CONSUMER_WGS == 1 ? 240 : 208;
+    static constexpr int LAUNCH_REGISTERS = Base::CONSUMER_WGS == 1 ? 240 : 168;  // of a thread, as ptxas says
+    static_assert(PRODUCER_REGISTERS + Base::CONSUMER_WGS * CONSUMER_REGISTERS <= LAUNCH_REGISTERS * (Base::CONSUMER_WGS + 1),
+                  "registers of a block");
 };
 
 template <class Cfg> struct gather_shared {
-    gemm_shared<Cfg, bf16> gemm;
-    pull_shared pull;
+    gemm_shared<Cfg, typename Cfg::T> gemm;  // SwiGLU leaves what GEMM 2 takes
+    pull_shared<typename Cfg::T> pull;
 };
 template <class Cfg> constexpr int gather_shared_bytes() {
     static_assert(sizeof(gather_shared<Cfg>) <= kittens::MAX_SHARED_MEMORY, "stages, outputs and the mover's ring exceed shared memory");
@@ -30,7 +32,7 @@ template <class Cfg> constexpr int gather_shared_bytes() {
 // mover warp.
 template <class Cfg, class Epilogue>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
-    const __grid_constant__ gemm_globals<Cfg, arrival_gate, Epilogue, no_push> g, const __grid_constant__ pull_params p) {
+    const __grid_constant__ gemm_globals<Cfg, arrival_gate, Epilogue, no_push> g, const __grid_constant__ pull_params<typename Cfg::T> p) {
     static_assert(Cfg::CONSUMER_WGS <= 2, "loader, storers and mover fill one warpgroup");
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
     auto &s = *reinterpret_cast<gather_shared<Cfg> *>(dynamic_shared);
@@ -50,7 +52,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
         } else if (role <= Cfg::CONSUMER_WGS) {
             store_tasks<Cfg, Epilogue, no_push>(g, s.gemm, rank, role - 1);
         } else if (role == 3) {
-            row_puller(g.gate.call, p, s.pull).run();
+            row_puller<typename Cfg::T>(g.gate.call, p, s.pull).run();
         }
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();

@@ -14,13 +14,15 @@ template <class Cfg, class Gate, class Epilogue, class Push>
 gemm_globals<Cfg, Gate, Epilogue, Push> make_globals(const workspace_view &w, const void *in, int k, const void *weights,
                                                                    int n, void *out, typename Gate::params gate,
                                                                    typename Epilogue::params epilogue, typename Push::params push,
-                                                                   const int4 *tasks, count_index count) {
-    bf16 *tokens = static_cast<bf16 *>(const_cast<void *>(in)), *matrix = static_cast<bf16 *>(const_cast<void *>(weights));
+                                                                   const int4 *tasks, count_index count,
+                                                                   scale_params<Cfg::SCALED> scales = {}) {
+    using T = typename Cfg::T;
+    T *tokens = static_cast<T *>(const_cast<void *>(in)), *matrix = static_cast<T *>(const_cast<void *>(weights));
     const int experts = w.num_local > 0 ? w.num_local : 1;  // a rank without experts has a dummy and no tasks
     return {.tokens = {tokens, 1, 1, w.max_slots, k},
             .weights = {matrix, 1, experts, n, k},
-            .out = {static_cast<bf16 *>(out), 1, 1, w.max_slots, n / Epilogue::COLUMN_RATIO},
-            .scales = {},
+            .out = {static_cast<typename Epilogue::out_type *>(out), 1, 1, w.max_slots, n / Epilogue::COLUMN_RATIO},
+            .scales = scales,
             .tasks = {.tasks = tasks, .num_tasks_ptr = w.tables.counts + count, .num_tasks = 0, .block_rows = w.tables.block_target},
             .gate = gate,
             .epilogue = epilogue,
@@ -41,33 +43,46 @@ void launch(Kernel kernel, int num_sms, int threads, int cluster, int smem, cuda
 }
 
 template <class Gather, class Scatter> void prepare() {
-    check_cuda(cudaFuncSetAttribute(gather_gemm<Gather, swiglu_epilogue>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+    check_cuda(cudaFuncSetAttribute(gather_gemm<Gather, activation_epilogue<Gather>>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     gather_shared_bytes<Gather>()), "gather_gemm");
     check_cuda(cudaFuncSetAttribute(gemm_scatter<Scatter>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     shared_bytes<Scatter, bf16>()), "gemm_scatter");
 }
 
+// Scales of both operands of a GEMM with rows of K elements and N weight rows; nothing for bf16.
+template <class Cfg> scale_params<Cfg::SCALED> make_scales(const workspace_view &w, const float *rows, const void *weights, int n) {
+    if constexpr (Cfg::SCALED)
+        return {.tokens = rows, .tokens_stride = w.max_slots, .weights = static_cast<const float2 *>(weights), .col_blocks = kittens::ceil_div(n, 128)};
+    else return {};
+}
+template <class Cfg> typename activation_epilogue<Cfg>::params make_activation(const workspace_view &w, const layer_call &call) {
+    const swiglu_params act{call.alpha, call.beta, call.limit, call.weights_before_l2 ? w.tables.slot_weight : nullptr};
+    if constexpr (Cfg::SCALED) return {.act = act, .scales = w.activated_scales, .stride = w.max_slots};
+    else return act;
+}
+
 template <class Cfg> void launch_gather(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
-    const auto globals = make_globals<Cfg, arrival_gate, swiglu_epilogue, no_push>(
+    using T = typename Cfg::T;
+    const auto globals = make_globals<Cfg, arrival_gate, activation_epilogue<Cfg>, no_push>(
         w, w.rows, w.call.hidden, call.w13, 2 * w.intermediate, w.activated, {w.call, w.counters.arrived},
-        {call.alpha, call.beta, call.limit, call.weights_before_l2 ? w.tables.slot_weight : nullptr}, {}, w.tables.tasks1,
-        COUNT_TASKS1);
-    const pull_params pull{.tokens = static_cast<const bf16 *>(call.hidden_states), .gathered = static_cast<bf16 *>(w.rows),
-                           .counts = w.tables.counts, .delivery_order = w.tables.delivery_order, .slots = w.tables.slots,
+        make_activation<Cfg>(w, call), {}, w.tables.tasks1, COUNT_TASKS1,
+        make_scales<Cfg>(w, w.slot_scales, call.w13_scales, 2 * w.intermediate));
+    const pull_params<T> pull{.tokens = static_cast<const T *>(Cfg::SCALED ? nullptr : call.hidden_states), .gathered = static_cast<T *>(w.rows),
+                           .scales = w.slot_scales, .scales_stride = w.max_slots, .counts = w.tables.counts, .delivery_order = w.tables.delivery_order, .slots = w.tables.slots,
                            .arrived = w.counters.arrived, .next_row = w.counters.next_row, .row_block = Cfg::BLOCK_M};
-    launch(gather_gemm<Cfg, swiglu_epilogue>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(), stream,
+    launch(gather_gemm<Cfg, activation_epilogue<Cfg>>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(), stream,
            globals, pull);
 }
 
 template <class Cfg> void launch_scatter(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
     const auto globals = make_globals<Cfg, no_gate, plain_epilogue, count_push>(
-        w, w.activated, w.intermediate, call.w2, w.call.hidden, w.rows, {}, {}, {w.counters.l2_done}, w.tables.tasks2,
-        COUNT_TASKS2);
+        w, w.activated, w.intermediate, call.w2, w.call.hidden, w.expert_out, {}, {}, {w.counters.l2_done}, w.tables.tasks2,
+        COUNT_TASKS2, make_scales<Cfg>(w, w.activated_scales, call.w2_scales, w.call.hidden));
     const combine_params combine{
         .counts = w.tables.counts, .slots = w.tables.slots, .job_order = w.tables.job_order,
         .chunk_expected = w.tables.chunk_expected, .token_counts = w.tables.token_counts, .contributors = w.tables.contributors,
         .l2_done = w.counters.l2_done, .job_done = w.counters.job_done, .next_job = w.counters.next_job,
-        .next_token = w.counters.next_token, .expert_out = static_cast<const bf16 *>(w.rows),
+        .next_token = w.counters.next_token, .expert_out = static_cast<const bf16 *>(w.expert_out),
         .slot_weight = call.weights_before_l2 ? nullptr : w.tables.slot_weight, .out = static_cast<bf16 *>(call.out),
         .num_tokens = call.num_tokens, .row_block = Cfg::BLOCK_M, .col_blocks = kittens::ceil_div(w.call.hidden, Cfg::BLOCK_N)};
     launch(gemm_scatter<Cfg>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, shared_bytes<Cfg, bf16>(), stream, globals, w.call,

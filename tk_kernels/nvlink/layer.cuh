@@ -16,8 +16,12 @@ struct workspace_view {
     uint32_t *epoch, *blocks_done, *copies_done;
     int *scratch;
     uint8_t *marks;        // [max_slots]
-    void *rows;            // [max_slots, H] gathered rows, then the experts' outputs
+    void *rows;            // [max_slots, H] gathered rows
     void *activated;       // [max_slots, I]
+    void *expert_out;      // [max_slots, H] bf16; where the layer is bf16, the gathered rows' memory
+    float *slot_scales;    // e4m3: [H / 128, max_slots] of the gathered rows
+    float *activated_scales;  // e4m3: [I / 128, max_slots]
+    int quantised;         // rows and weights are e4m3 with scales, else bf16
     int num_experts, first_expert, num_local, tensor_parallel;
     int max_slots, max_blocks;
     int intermediate;      // I of this rank, a multiple of 8
@@ -27,9 +31,11 @@ struct workspace_view {
 // One call. Shapes as in moe_tk.MoELayer; weights of this rank in the engine's layout.
 struct layer_call {
     const void *hidden_states, *topk_ids, *topk_weights;
+    const float *hidden_scales;  // [T, H / 128] of e4m3 rows, or nullptr: rows are bf16
     void *out;
     const void *w13;  // [E_local, 2 I, H], gate and up rows alternating in groups of 8
     const void *w2;   // [E_local, H, I]
+    const void *w13_scales, *w2_scales;  // e4m3: [E_local, N / 128, K / 128, 2] of each, else nullptr
     uint64_t signature;
     int num_tokens, refused, ids_are_64, weights_are_bf16;
     int variant, segments, weights_before_l2;
@@ -45,8 +51,11 @@ struct fused_variant {
     void (*gather)(const workspace_view &, const layer_call &, cudaStream_t);
     void (*scatter)(const workspace_view &, const layer_call &, cudaStream_t);
 };
-extern const fused_variant fused_variants[];
-extern const int num_fused_variants;
+extern const fused_variant fused_variants[], fused_variants_fp8[];  // one for each row block
+extern const int num_fused_variants, num_fused_variants_fp8;
+inline const fused_variant &variant_of(const workspace_view &w, const layer_call &call) {
+    return (w.quantised ? fused_variants_fp8 : fused_variants)[call.variant];
+}
 
 void prepare_open_call();
 void launch_open_call(const workspace_view &, const layer_call &, cudaStream_t);

@@ -19,11 +19,12 @@ void prepare_open_call() {
 }
 
 void launch_open_call(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
-    const fused_variant &v = fused_variants[call.variant];
+    const fused_variant &v = variant_of(w, call);
     const open_globals g{
         .call = w.call, .tables = w.tables, .counters = w.counters, .signature = call.signature,
-        .hidden_states = call.hidden_states, .topk_ids = call.topk_ids, .topk_weights = call.topk_weights,
-        .num_tokens = call.num_tokens, .refused = call.refused, .ids_are_64 = call.ids_are_64,
+        .hidden_states = call.hidden_states, .hidden_scales = call.hidden_scales, .topk_ids = call.topk_ids, .topk_weights = call.topk_weights,
+        .num_tokens = call.num_tokens, .refused = call.refused, .quantise = w.quantised,
+        .scale_blocks = divisor(std::max(1, w.call.hidden / 128)), .ids_are_64 = call.ids_are_64,
         .weights_are_bf16 = call.weights_are_bf16, .num_experts = w.num_experts, .first_expert = w.first_expert,
         .num_local = w.num_local, .tensor_parallel = w.tensor_parallel, .choices = divisor(w.call.top_k),
         .row_block = v.row_block, .segments = call.segments, .max_blocks = w.max_blocks,
@@ -34,7 +35,7 @@ void launch_open_call(const workspace_view &w, const layer_call &call, cudaStrea
     const int64_t row_bytes = int64_t(call.num_tokens) * w.call.hidden * 2, per_cluster = 256 * 1024;
     const int64_t useful = (row_bytes + per_cluster - 1) / per_cluster, most = w.num_sms / OPEN_CLUSTER - 1;
     const int copiers = int(std::max<int64_t>(1, std::min(most, useful)));
-    const int clusters = w.call.world == 1 ? 1 : 1 + copiers;
+    const int clusters = w.call.world == 1 && !w.quantised ? 1 : 1 + copiers;  // a rank alone reads bf16 rows where they are
     const int bytes = open_shared_bytes(call.segments * w.num_local);
     open_call<<<clusters * OPEN_CLUSTER, OPEN_THREADS, bytes, stream>>>(g, w.marks);
     check(cudaGetLastError(), "open_call launch");

@@ -23,10 +23,13 @@ struct open_globals {
     table_view tables;
     counter_view counters;
     uint64_t signature;
-    const void *hidden_states;  // [num_tokens, H] bf16
+    const void *hidden_states;  // [num_tokens, H] bf16, or e4m3 where hidden_scales are given
+    const float *hidden_scales; // [num_tokens, H / 128], or nullptr
     const void *topk_ids;       // [num_tokens, k] i32 or i64
     const void *topk_weights;   // [num_tokens, k] f32 or bf16
     int num_tokens, refused;
+    int quantise;               // rows are exported as e4m3
+    divisor scale_blocks;       // by H / 128
     int ids_are_64, weights_are_bf16;
     int num_experts, first_expert, num_local, tensor_parallel;
     divisor choices;            // by k
