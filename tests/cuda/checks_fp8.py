@@ -130,7 +130,7 @@ def exported_rows(ranks: Ranks) -> None:
             continue
         normal = torch.ones(count, blocks, dtype=torch.bool, device=x.device)
         normal[1] = normal[2, 1] = False
-        assert torch.equal(got_scales[normal], scales.t()[normal])
+        torch.testing.assert_close(got_scales[normal], scales.t()[normal], rtol=3e-7, atol=0)
         assert got[:2].float().abs().sum() == 0
         nan = got_scales.isnan()
         assert nan[2, 1] and nan.sum() == 1

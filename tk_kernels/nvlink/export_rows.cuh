@@ -79,7 +79,7 @@ __device__ __forceinline__ void quantise_rows(const open_globals &g, int block, 
             uint2 quantised{v[u].x, v[u].y};
             if (!g.hidden_scales) {
                 const float largest = largest_of(v[u]);
-                scale[u] = largest <= SMALLEST ? 1.0f : __fdiv_rn(largest, 448.0f);
+                scale[u] = largest <= SMALLEST ? 1.0f : largest * (1.0f / 448.0f);
                 const float inverse = __frcp_rn(scale[u]);
                 quantised = {quantise_pairs(v[u].x, v[u].y, inverse), quantise_pairs(v[u].z, v[u].w, inverse)};
             }

@@ -43,16 +43,17 @@ template <class T> class row_puller {
           per_row_((copied_ + S::PIECE_BYTES - 1) / S::PIECE_BYTES) {}
 
     // Until the list of rows is used up. Loads run LOADS pieces ahead of stores; a piece's place is free again, and its
-    // row announced, once its stores are complete.
+    // row announced, once its stores are complete. What leads to a row (its place in the list, its number, its slots) is
+    // fetched one row ahead for each of the three, so that a row costs one such latency and not their sum.
     __device__ void run() {
         const int num_rows = __ldg(p_.counts + COUNT_JOBS);
-        int number = 0, loaded = 0, next = take();
-        for (; next < num_rows; ++number) {
-            const int row = __ldg(p_.delivery_order + next);
-            next = take();
+        int row = row_at(take(), num_rows), slot = slot_of(row), next_row = row_at(take(), num_rows), next_item = ask();
+        int number = 0, loaded = 0;
+        for (; row >= 0; ++number) {
             const T *from = find(row);
             if (from == nullptr) break;
-            s_.slot_of[number % S::ROWS][lane_] = lane_ < c_.top_k ? __ldg(p_.slots + int64_t(row) * c_.top_k + lane_) : -1;
+            s_.slot_of[number % S::ROWS][lane_] = slot;
+            row = next_row, slot = slot_of(row), next_row = row_at(__shfl_sync(0xffffffff, next_item, 0), num_rows), next_item = ask();
             for (int part = 0; part < per_row_; ++part, ++loaded) {
                 if (loaded >= S::PIECES) {
                     kittens::tma::store_async_wait<S::PIECES - S::LOADS - 1>();
@@ -71,10 +72,11 @@ template <class T> class row_puller {
   private:
     using S = pull_shared<T>;
 
-    __device__ int take() {
-        int item = 0;
-        if (lane_ == 0) item = int(fetch_add_relaxed_gpu(p_.next_row, 1u));
-        return __shfl_sync(0xffffffff, item, 0);
+    __device__ int ask() { return lane_ == 0 ? int(fetch_add_relaxed_gpu(p_.next_row, 1u)) : 0; }  // lane 0 gets the answer
+    __device__ int take() { return __shfl_sync(0xffffffff, ask(), 0); }
+    __device__ int row_at(int item, int num_rows) const { return item < num_rows ? __ldg(p_.delivery_order + item) : -1; }
+    __device__ int slot_of(int row) const {
+        return row >= 0 && lane_ < c_.top_k ? __ldg(p_.slots + int64_t(row) * c_.top_k + lane_) : -1;
     }
     __device__ int scales_at() const { return c_.hidden * int(sizeof(T)); }  // bytes of a row before its scales
     __device__ int bytes_of(int part) const { return min(S::PIECE_BYTES, copied_ - part * S::PIECE_BYTES); }
@@ -116,8 +118,8 @@ template <class T> class row_puller {
             if (first + S::PIECE_BYTES > scales_at()) spread_scales(s_.ring[at], first, slot);
     }
     // The scales in the piece that starts at byte `first` of its row: scale i goes to (i, slot) for the slot of every choice.
-    // ORDER scales_ready: plain stores of all lanes, made visible to bulk loads (asynchronous proxy) here, then the warp's
-    // barrier; retire releases them together with the row, and arrival_gate acquires.
+    // ORDER scales_ready: plain stores of all lanes; retire makes them visible to bulk loads (asynchronous proxy) and releases
+    // them together with the row, and arrival_gate acquires.
     __device__ void spread_scales(const uint8_t *piece, int first, int slot) {
         const int begin = max(0, first - scales_at()) / 4, end = min(c_.hidden / 128, (first + S::PIECE_BYTES - scales_at()) / 4);
         const float *scales = reinterpret_cast<const float *>(piece + max(0, scales_at() - first)) - begin;
@@ -130,12 +132,14 @@ template <class T> class row_puller {
                 if (i < end) p_.scales[i * p_.scales_stride + to] = scale;
             }
         }
-        kittens::fence_proxy_async();
-        __syncwarp();
     }
     // ORDER rows_ready: the lane's stores of this row are complete; releases them to arrival_gate::wait.
     __device__ void retire(int piece) {
         if (piece % per_row_ != per_row_ - 1) return;
+        if constexpr (S::SCALED) {
+            kittens::fence_proxy_async();
+            __syncwarp();
+        }
         const int slot = s_.slot_of[piece / per_row_ % S::ROWS][lane_];
         if (slot >= 0) add_release_gpu(p_.arrived + slot / p_.row_block, 1u);
     }
