@@ -127,14 +127,14 @@ class NvlinkGeometry:
 
 def symmetric_items(g: NvlinkGeometry) -> tuple[Item, ...]:
     """Regions of one rank's segment. Fields of nvlink::heap_offsets."""
-    exported = g.max_tokens if g.world > 1 or g.quantised else 0
+    senders = g.world if g.quantised else g.world - 1  # e4m3 rows are quantised, and so written, for this rank too
     return place([
         ("control", (CONTROL_BYTES,), 1, "abort flag and wait records of every rank"),
         ("headers", (2, g.world, HEADER_BYTES), 1, "what each rank says about its call"),
         ("posted", (g.world, FLAG_LINE_BYTES), 1, "epoch of each header"),
-        ("rows_posted", (g.world, FLAG_LINE_BYTES), 1, "epoch of each rank's exported rows"),
+        ("rows_posted", (g.world, FLAG_LINE_BYTES), 1, "epoch of the rows of each rank"),
         ("routing", (2, g.world, g.max_tokens, g.top_k), 8, "expert and weight of each pair of all ranks"),
-        ("rows", (exported, g.row_bytes), 1, "this rank's tokens (e4m3: with their scales), read by the others"),
+        ("rows", (senders, g.max_tokens, g.row_bytes), 1, "tokens that have work here (e4m3: with their scales), by owner"),
         ("combined", (g.world, g.job_chunks, MAX_COL_GROUPS), 4, "watermark of each chunk of partial rows, by column group"),
         ("planes", (g.world, g.max_tokens, g.hidden), 2, "partial rows from each rank"),
     ])
@@ -146,7 +146,7 @@ def table_items(g: NvlinkGeometry) -> tuple[Item, ...]:
     return place([
         ("epoch", (1,), 4, "number of the call"),
         ("blocks_done", (1,), 4, "blocks of open_call that are done"),
-        ("copies_done", (1,), 4, "blocks that have exported their rows"),
+        ("copies_done", (1,), 4, "blocks that have sent their rows"),
         ("record_claim", (1,), 4, "whether a wait record was filed"),
         ("next_row", (1,), 4, "dispenser of rows"), ("next_item", (1,), 4, "... of jobs and tokens"),
         ("counts", (5,), 4, "slots, row blocks, jobs, tasks of both GEMMs"),

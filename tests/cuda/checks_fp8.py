@@ -104,37 +104,49 @@ LAYER_CASES = [
     Case(1024, 8, 64, (1024, 600), "tp", 128, 1, hidden=2048, inter=768)]
 
 
-def exported_rows(ranks: Ranks) -> None:
-    """Rows are quantised as torch does it (a value may fall to the neighbour, since 1 / scale is rounded), or copied as given;
-    rows of zeros and of tiny values become zeros, and a NaN stays in its 128 columns."""
+def sent_rows(ranks: Ranks) -> None:
+    """Rows are quantised as torch does it (a value may fall to the neighbour, since 1 / scale is rounded), or sent as given;
+    rows of zeros and of tiny values become zeros, and a NaN stays in its 128 columns. They come to whom they are for."""
     case = Case(200, 2, 8, (200, 77), hidden=640, inter=128)
     layer, data = fp8_layer(case, ranks), ScaledData(case, ranks)
     data.load(layer)
+    data.x[0::50], data.x[1::50], data.x[2::50, 130] = 0, 1e-38, float("nan")
+    data.x[3::50] *= 1e20
     x, ids, weights = data.mine()
-    x[0], x[1], x[2, 130] = 0, 1e-38, float("nan")
-    x[3] *= 1e20
-    count, blocks = x.shape[0], case.hidden // 128
-    want, scales = gemm_weights.quantise_rows(x)
-    out = torch.empty_like(x)
+    blocks, out = case.hidden // 128, torch.empty_like(x)
+    want, scales = gemm_weights.quantise_rows(data.x)
+    scales = scales.t()
+    wanted = torch.zeros(len(data.x), dtype=torch.bool, device=x.device)
+    first, count = layer._calls.geometry.first_expert, layer.num_local_experts
+    wanted[((data.ids >= first) & (data.ids < first + count)).any(1).to(x.device)] = True
+    for rank in range(ranks.world):
+        wanted[rank * case.max_tokens + case.count(rank):(rank + 1) * case.max_tokens] = False
     for given in (False, True):
         layer.session.workspace.region("rows", torch.uint8).fill_(0xff)
-        rows, options = (want, dict(hidden_scales=scales.t().contiguous())) if given else (x, {})
+        ranks.meet()
+        mine = slice(ranks.rank * case.max_tokens, ranks.rank * case.max_tokens + len(x))
+        rows, options = (want[mine], dict(hidden_scales=scales[mine].contiguous())) if given else (x, {})
         layer._calls.forward(rows, ids, weights, out, signature=7, stages=1, **options)
         layer.synchronize()
-        exported = layer.session.workspace.region("rows", torch.uint8).view(case.max_tokens, -1)[:count]
-        got = exported[:, :case.hidden].contiguous().view(E4M3)
-        got_scales = exported[:, case.hidden:case.hidden + 4 * blocks].contiguous().view(torch.float32)
+        ranks.meet()  # nobody waits for rows in the first launch
+        sent = layer.session.workspace.region("rows", torch.uint8).view(len(data.x), -1)
+        got = sent[:, :case.hidden].contiguous().view(E4M3)
+        got_scales = sent[:, case.hidden:case.hidden + 4 * blocks].contiguous().view(torch.float32)
+        assert (sent[~wanted] == 0xff).all(), "a row that nobody wants was sent"
         if given:
-            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8)) and torch.equal(
-                got_scales.nan_to_num(7.0), scales.t().nan_to_num(7.0))
+            assert torch.equal(got.view(torch.uint8)[wanted], want.view(torch.uint8)[wanted])
+            assert torch.equal(got_scales[wanted].nan_to_num(7.0), scales[wanted].nan_to_num(7.0))
             continue
-        normal = torch.ones(count, blocks, dtype=torch.bool, device=x.device)
-        normal[1] = normal[2, 1] = False
-        torch.testing.assert_close(got_scales[normal], scales.t()[normal], rtol=3e-7, atol=0)
-        assert got[:2].float().abs().sum() == 0
-        nan = got_scales.isnan()
-        assert nan[2, 1] and nan.sum() == 1
-        steps = (order_of(got) - order_of(want)).view(count, blocks, 128)[normal].abs()
+        normal = wanted[:, None].repeat(1, blocks)
+        normal[1::50] = normal[2::50, 1] = False
+        torch.testing.assert_close(got_scales[normal], scales[normal], rtol=3e-7, atol=0)
+        nothing = torch.zeros_like(wanted)
+        nothing[0::50] = nothing[1::50] = True
+        assert got[nothing & wanted].float().abs().sum() == 0
+        nan = torch.zeros_like(normal)
+        nan[2::50, 1] = True
+        assert torch.equal(got_scales.isnan() & wanted[:, None], nan & wanted[:, None])
+        steps = (order_of(got) - order_of(want)).view(len(data.x), blocks, 128)[normal].abs()
         assert steps.max() <= 1 and (steps != 0).float().mean() < 1e-3
 
 

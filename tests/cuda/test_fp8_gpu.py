@@ -9,7 +9,7 @@ from tests.cuda.test_layer_gpu import WORLDS, two_gpus
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("check", ["exported_rows", "layer_against_reference", "given_scales", "back_to_back", "graphs"])
+@pytest.mark.parametrize("check", ["sent_rows", "layer_against_reference", "given_scales", "back_to_back", "graphs"])
 def test_check_on_every_rank(check, world):
     run_ranks(f"checks_fp8.{check}", world=world)
 

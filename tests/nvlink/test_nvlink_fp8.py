@@ -29,7 +29,7 @@ def geometry(**changes) -> NvlinkGeometry:
 def test_a_row_and_its_scales_are_one_stretch(hidden, row_bytes):
     g = geometry(hidden=hidden)
     assert g.row_bytes == row_bytes >= hidden + 4 * (hidden // 128) and g.row_bytes % 128 == 0
-    assert {item.name: item.bytes for item in symmetric_items(g)}["rows"] == 512 * row_bytes
+    assert {item.name: item.bytes for item in symmetric_items(g)}["rows"] == 2 * 512 * row_bytes
     assert geometry(hidden=hidden, dtype="bfloat16").row_bytes == 2 * hidden
 
 

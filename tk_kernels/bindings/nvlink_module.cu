@@ -57,7 +57,7 @@ nvlink::workspace_view read_workspace(const py::dict &values) {
     w.copies_done = f.pointer<uint32_t>("copies_done"), w.scratch = f.pointer<int>("scratch"), w.marks = f.pointer<uint8_t>("marks");
     w.rows = f.pointer<void>("slot_rows"), w.activated = f.pointer<void>("activated");
     w.expert_out = f.pointer<void>("expert_out"), w.slot_scales = f.pointer<float>("slot_scales");
-    w.activated_scales = f.pointer<float>("activated_scales"), w.quantised = f.get<bool>("quantised");
+    w.activated_scales = f.pointer<float>("activated_scales"), w.quantised = w.call.keeps_own = f.get<bool>("quantised");
     w.num_experts = f.get<int>("num_experts"), w.first_expert = f.get<int>("first_expert"), w.num_local = f.get<int>("num_local");
     w.tensor_parallel = f.get<bool>("tensor_parallel"), w.max_slots = f.get<int>("max_slots"), w.max_blocks = f.get<int>("max_blocks");
     w.intermediate = f.get<int>("intermediate"), w.num_sms = f.get<int>("num_sms");

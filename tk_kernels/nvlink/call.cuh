@@ -39,9 +39,9 @@ struct heap_offsets {  // bytes; the same in every rank's segment
     int64_t control;       // control_block
     int64_t headers;       // [2, R] call_header                       [., p] written by rank p
     int64_t posted;        // [R, FLAG_LINE] epoch of header p
-    int64_t rows_posted;   // [R, FLAG_LINE] epoch of rank p's exported rows
+    int64_t rows_posted;   // [R, FLAG_LINE] epoch of the rows from rank p
     int64_t routing;       // [2, R, max_tokens, k] (i32 id, f32 weight)  [., p] written by rank p
-    int64_t rows;          // [max_tokens, row_bytes] this rank's tokens, read by the others
+    int64_t rows;          // [R - 1 or, e4m3, R, max_tokens, row_bytes] tokens that have work here, written by their owners
     int64_t combined;      // [R, job_chunks, MAX_COL_GROUPS] epoch    [p] written by rank p
     int64_t planes;        // [R, max_tokens, H] partial rows          [p] written by rank p
 };
@@ -54,7 +54,8 @@ struct call_view {
     const uint32_t *epoch_ptr; // local: number of the last finished or current call
     uint64_t timeout_ns;
     int world, rank, max_tokens, top_k, hidden, job_chunk, job_chunks;
-    int row_bytes;             // between exported rows: H bf16, or H e4m3 with their H / 128 scales behind them
+    int row_bytes;             // between sent rows: H bf16, or H e4m3 with their H / 128 scales behind them
+    int keeps_own;             // rows are sent to their own rank too (e4m3)
 
     template <class T> __device__ T *region(int owner, int64_t offset) const { return reinterpret_cast<T *>(base[owner] + offset); }
     __device__ protocol::control_block *control(int owner) const { return region<protocol::control_block>(owner, at.control); }
@@ -69,8 +70,9 @@ struct call_view {
     __device__ uint32_t *combined(int owner, int from, int chunk, int group) const {
         return region<uint32_t>(owner, at.combined) + (from * job_chunks + chunk) * MAX_COL_GROUPS + group;
     }
-    template <class T> __device__ T *row(int owner, int token) const {
-        return region<T>(owner, at.rows + int64_t(token) * row_bytes);
+    template <class T> __device__ T *row(int owner, int from, int token) const {
+        const int sender = from - (from > owner && !keeps_own);
+        return region<T>(owner, at.rows + (int64_t(sender) * max_tokens + token) * row_bytes);
     }
     template <class T> __device__ T *plane(int owner, int from, int token) const {
         return region<T>(owner, at.planes) + (int64_t(from) * max_tokens + token) * hidden;

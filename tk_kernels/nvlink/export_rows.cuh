@@ -1,33 +1,47 @@
-// Export of this rank's tokens: the blocks of open_call that do not build copy them where the ranks read them. For an e4m3
-// layer they are quantised on the way: a row is H bytes and, behind them, H / 128 scales.
+// Export of this rank's tokens: the blocks of open_call that do not build write each row to the ranks that have work for it,
+// once each. Who wants a row follows from this rank's own routing, so the wire is busy while the tables are built. For an e4m3
+// layer rows are quantised on the way, and sent to this rank itself too: a row is H bytes and, behind them, H / 128 scales.
 #pragma once
 
 #include <cuda_fp8.h>
 
 #include "../../thunderkittens/kittens.cuh"
-#include "open_globals.cuh"
+#include "exchange.cuh"
 
 namespace moe_tk::nvlink {
 
-// bf16 rows as they are.
-__device__ __forceinline__ void copy_rows(const open_globals &g, int block, int num_blocks) {
+// Ranks that have an expert of the token and get its row, one bit each; the same in all lanes. bf16 stays where it is for this rank.
+__device__ __forceinline__ uint32_t wanted_by(const open_globals &g, int token) {
     const call_view &c = g.call;
-    const int64_t vectors = int64_t(g.num_tokens) * c.hidden / 8, stride = int64_t(num_blocks) * OPEN_THREADS;
-    const uint4 *from = static_cast<const uint4 *>(g.hidden_states);
-    uint4 *to = c.row<uint4>(c.rank, 0);
-    int64_t i = int64_t(block) * OPEN_THREADS + threadIdx.x;
-    for (; i + 3 * stride < vectors; i += 4 * stride) {
-        uint4 v[4];
+    const int lane = threadIdx.x % 32;
+    const int id = lane < c.top_k ? read_id(g, int64_t(token) * c.top_k + lane) : -1;
+    uint32_t ranks = 0;
+    if (id >= 0) ranks = g.tensor_parallel ? ~0u >> (32 - c.world) : 1u << owner_of(g, id);
+    return __reduce_or_sync(0xffffffff, ranks) & ~(c.keeps_own ? 0u : 1u << c.rank);
+}
+
+// One bf16 row by one warp; all its loads are in flight together.
+__device__ __forceinline__ void send_row(const open_globals &g, int token, uint32_t ranks) {
+    constexpr int VECTORS = 4;
+    const call_view &c = g.call;
+    const int vectors = c.hidden / 8, lane = threadIdx.x % 32;
+    const uint4 *from = static_cast<const uint4 *>(g.hidden_states) + int64_t(token) * vectors;
+    for (int first = lane; first < vectors; first += 32 * VECTORS) {
+        uint4 v[VECTORS];
 #pragma unroll
-        for (int u = 0; u < 4; ++u) v[u] = __ldg(from + i + u * stride);
+        for (int u = 0; u < VECTORS; ++u)
+            if (first + 32 * u < vectors) v[u] = __ldg(from + first + 32 * u);
+        for (uint32_t left = ranks; left != 0; left &= left - 1) {
+            uint4 *to = reinterpret_cast<uint4 *>(c.row<uint16_t>(__ffs(left) - 1, c.rank, token));
 #pragma unroll
-        for (int u = 0; u < 4; ++u) to[i + u * stride] = v[u];
+            for (int u = 0; u < VECTORS; ++u)
+                if (first + 32 * u < vectors) to[first + 32 * u] = v[u];
+        }
     }
-    for (; i < vectors; i += stride) to[i] = __ldg(from + i);
 }
 
 // 128 columns of one row are quantised by 16 lanes, 8 columns each.
-constexpr int SCALE_COLUMNS = 128, SCALE_LANES = 16;
+constexpr int SCALE_LANES = 16;
 constexpr float SMALLEST = 0x1p-100f;  // what is smaller becomes zero, so that no scale is without an inverse
 
 // Largest magnitude of 8 bf16 in each of 16 lanes; a NaN stays.
@@ -49,33 +63,32 @@ __device__ __forceinline__ uint32_t quantise_pairs(uint32_t low, uint32_t high, 
     return pair(low) | pair(high) << 16;
 }
 
-// q = x / scale with scale = max |x| / 448 (1 where there is nothing) for each row and 128 columns; rows that come with scales
-// are copied. Warps take pairs of column blocks, BATCH of them at a time to have enough loads in flight.
-__device__ __forceinline__ void quantise_rows(const open_globals &g, int block, int num_blocks) {
-    constexpr int BATCH = 4;
+// One row as e4m3 with its scales by one warp: q = x / scale with scale = max |x| / 448 (1 where there is nothing) for each 128
+// columns. Rows that come with scales are sent as they are.
+__device__ __forceinline__ void send_scaled_row(const open_globals &g, int token, uint32_t ranks) {
+    constexpr int VECTORS = 4;
     const call_view &c = g.call;
-    const int lane = threadIdx.x % SCALE_LANES, half = threadIdx.x % 32 / SCALE_LANES, stride = num_blocks * OPEN_WARPS;
-    const int per_row = int(g.scale_blocks.value), num_groups = g.num_tokens * per_row;
-    for (int pair = block * OPEN_WARPS + int(threadIdx.x) / 32; 2 * pair < num_groups; pair += BATCH * stride) {
-        uint4 v[BATCH];
-        float scale[BATCH];
+    const int vectors = c.hidden / 8, lane = threadIdx.x % 32;
+    const int64_t row = int64_t(token) * vectors;
+    for (int first = 0; first < vectors; first += 32 * VECTORS) {
+        uint4 v[VECTORS];
+        float scale[VECTORS];
 #pragma unroll
-        for (int u = 0; u < BATCH; ++u) {
-            const int group = 2 * (pair + u * stride) + half;
-            const int64_t vector = int64_t(group) * SCALE_LANES + lane;
+        for (int u = 0; u < VECTORS; ++u) {
+            const int i = first + 32 * u + lane;
             v[u] = {0, 0, 0, 0};
-            if (group >= num_groups) continue;
+            if (i >= vectors) continue;
             if (g.hidden_scales) {
-                const uint2 bytes = __ldg(static_cast<const uint2 *>(g.hidden_states) + vector);
+                const uint2 bytes = __ldg(static_cast<const uint2 *>(g.hidden_states) + row + i);
                 v[u].x = bytes.x, v[u].y = bytes.y;
-                scale[u] = __ldg(g.hidden_scales + group);
+                scale[u] = __ldg(g.hidden_scales + (row + i) / SCALE_LANES);
             } else {
-                v[u] = __ldg(static_cast<const uint4 *>(g.hidden_states) + vector);
+                v[u] = __ldg(static_cast<const uint4 *>(g.hidden_states) + row + i);
             }
         }
 #pragma unroll
-        for (int u = 0; u < BATCH; ++u) {
-            const int group = 2 * (pair + u * stride) + half, row = g.scale_blocks.divide(group), column = group - row * per_row;
+        for (int u = 0; u < VECTORS; ++u) {
+            const int i = first + 32 * u + lane;
             uint2 quantised{v[u].x, v[u].y};
             if (!g.hidden_scales) {
                 const float largest = largest_of(v[u]);
@@ -83,26 +96,32 @@ __device__ __forceinline__ void quantise_rows(const open_globals &g, int block, 
                 const float inverse = __frcp_rn(scale[u]);
                 quantised = {quantise_pairs(v[u].x, v[u].y, inverse), quantise_pairs(v[u].z, v[u].w, inverse)};
             }
-            if (group >= num_groups) continue;
-            uint8_t *to = c.row<uint8_t>(c.rank, row);
-            *reinterpret_cast<uint2 *>(to + column * SCALE_COLUMNS + lane * 8) = quantised;
-            if (lane == 0) *reinterpret_cast<float *>(to + c.hidden + column * 4) = scale[u];
+            for (uint32_t left = i < vectors ? ranks : 0; left != 0; left &= left - 1) {
+                uint8_t *to = c.row<uint8_t>(__ffs(left) - 1, c.rank, token);
+                reinterpret_cast<uint2 *>(to)[i] = quantised;
+                if (i % SCALE_LANES == 0) reinterpret_cast<float *>(to + c.hidden)[i / SCALE_LANES] = scale[u];
+            }
         }
     }
 }
 
-// ORDER rows: the copies, then the last block's st.release.sys of the epoch; pull_rows acquires it before its first load.
+// ORDER rows: the rows, then the last block's st.release.sys of the epoch; row_puller acquires it before its first load.
+// A row's place is free: whoever read it in the call before owed this rank a partial row, and that call is done.
 __device__ __forceinline__ void export_rows(const open_globals &g, uint32_t epoch) {
     const call_view &c = g.call;
     const int num_blocks = gridDim.x - OPEN_CLUSTER, block = blockIdx.x - OPEN_CLUSTER;
-    if (!g.refused && g.quantise) quantise_rows(g, block, num_blocks);
-    else if (!g.refused) copy_rows(g, block, num_blocks);
+    const int tokens = g.refused ? 0 : g.num_tokens;
+    for (int token = int(threadIdx.x / 32) * num_blocks + block; token < tokens; token += OPEN_WARPS * num_blocks)
+        if (const uint32_t ranks = wanted_by(g, token)) {
+            if (g.quantise) send_scaled_row(g, token, ranks);
+            else send_row(g, token, ranks);
+        }
     __syncthreads();
     if (threadIdx.x != 0) return;
     fence_sys();
     if (fetch_inc_wrap_acq_rel_gpu(g.copies_done, num_blocks - 1) != uint32_t(num_blocks - 1)) return;
     fence_sys();
-    for (int to_rank = 0; to_rank < c.world; ++to_rank) store_release_sys(c.rows_posted(to_rank, c.rank), epoch);
+    for (int to = 0; to < c.world; ++to) store_release_sys(c.rows_posted(to, c.rank), epoch);
 }
 
 }  // namespace moe_tk::nvlink

@@ -28,8 +28,7 @@ struct open_globals {
     const void *topk_ids;       // [num_tokens, k] i32 or i64
     const void *topk_weights;   // [num_tokens, k] f32 or bf16
     int num_tokens, refused;
-    int quantise;               // rows are exported as e4m3
-    divisor scale_blocks;       // by H / 128
+    int quantise;               // rows are sent as e4m3 with scales
     int ids_are_64, weights_are_bf16;
     int num_experts, first_expert, num_local, tensor_parallel;
     divisor choices;            // by k
@@ -53,6 +52,12 @@ inline int open_shared_bytes(int groups) { return int(sizeof(open_shared)) + OPE
 struct build_place {  // where a thread stands in cluster 0
     int block, warp, lane, thread, global_warp, global_thread;
 };
+
+// Rank of an expert in EP: counts differ by at most one, the first ranks have the larger ones.
+__device__ __forceinline__ int owner_of(const open_globals &g, int id) {
+    const int base = g.num_experts / g.call.world, extra = g.num_experts % g.call.world, large = extra * (base + 1);
+    return id < large ? id / (base + 1) : extra + (id - large) / max(base, 1);
+}
 
 __device__ __forceinline__ void cluster_barrier() { cooperative_groups::this_cluster().sync(); }
 
