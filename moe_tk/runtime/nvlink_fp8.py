@@ -16,8 +16,8 @@ E4M3 = torch.float8_e4m3fn
 
 @dataclass(frozen=True, eq=False)
 class ScaledWeights:
-    """One rank's e4m3 weights as the kernels read them, at least one expert: w13 [E, 2I, H] with gate and up rows interleaved,
-    w2 [E, H, I], float32 scale pairs [E, N / 128, K / 128, 2] of each."""
+    """One rank's e4m3 weights as the engine orders them, at least one expert: w13 [E, 2I, H] with gate and up rows interleaved,
+    w2 [E, H, I], float32 scale pairs [E, N / 128, K / 128, 2] of each. The fused kernels want w13 and w2 in tiles besides."""
 
     w13: Tensor
     w2: Tensor
@@ -46,8 +46,7 @@ def check_scales(name: str, weights: Tensor, scales: Tensor | None, *, transpose
 def quantised(w: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """(e4m3 [E, N, K], float32 scales [E, N / 128, K / 128]): as given, or of bfloat16 w, expert by expert to bound the memory."""
     if scale is not None:
-        w = w.contiguous()
-        return (w if w.data_ptr() % 16 == 0 else w.clone()), scale.contiguous()
+        return w.contiguous(), scale.contiguous()
     experts, rows, depth = w.shape
     out = torch.empty(w.shape, dtype=E4M3, device=w.device)
     scales = torch.empty(experts, rows // SCALE_BLOCK, depth // SCALE_BLOCK, dtype=torch.float32, device=w.device)
@@ -58,8 +57,8 @@ def quantised(w: Tensor, scale: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def scaled_weights(w13: Tensor, w2: Tensor, w13_scale: Tensor | None, w2_scale: Tensor | None) -> ScaledWeights:
-    """w13 [E, 2I, H] (gate rows first) and w2 [E, H, I] with their scales, or bfloat16 without, as the kernels read them. w2 is
-    not copied where it is e4m3 already."""
+    """w13 [E, 2I, H] (gate rows first) and w2 [E, H, I] with their scales, or bfloat16 without, in the engine's order. w2 is not
+    copied where it is e4m3 already."""
     (first, first_scale), (second, second_scale) = quantised(w13, w13_scale), quantised(w2, w2_scale)
     if w13.shape[0] == 0:  # the kernels want an address; no task reads it
         first, second = (torch.zeros(1, *w.shape[1:], dtype=torch.uint8, device=w.device).view(E4M3) for w in (first, second))

@@ -16,13 +16,32 @@ from moe_tk.runtime.nvlink_fp8 import scaled_weights
 from moe_tk.runtime.nvlink_session import GATHER, NVLINK_SESSIONS, OPEN, SCATTER
 
 INTERLEAVE = 8        # swiglu_epilogue: gate and up rows alternate in groups of 8
-DEFAULT_PASSES = 4    # over the columns of GEMM 2
+TILE_ROWS, TILE_BYTES = 256, 128  # BLOCK_N of the fused GEMMs, and a row of their panels of K
+DEFAULT_PASSES = 1    # over the columns of GEMM 2
 LARGE_TILE_ROWS = 96  # mean rows of an expert from which row blocks of 128 are used
+
+
+def tiled(weights: Tensor) -> Tensor:
+    """[E, N, K] as [E, N / 256, K / C, 256, C] with C = 64 (e4m3: 128): tiles of one load each, in the order of the loads. N and K
+    padded with zeros."""
+    if weights.itemsize == 1:
+        return _tiled(weights.view(torch.uint8), TILE_BYTES).view(weights.dtype)
+    return _tiled(weights, TILE_BYTES // 2)
+
+
+def _tiled(weights: Tensor, tile_cols: int) -> Tensor:
+    experts, rows, cols = weights.shape
+    row_tiles, col_tiles = -(-rows // TILE_ROWS), -(-cols // tile_cols)
+    tiles = weights.new_zeros(experts, row_tiles, col_tiles, TILE_ROWS, tile_cols)
+    for expert in range(experts):  # one at a time: a second copy of all would not fit beside a large model
+        padded = torch.nn.functional.pad(weights[expert], (0, col_tiles * tile_cols - cols, 0, row_tiles * TILE_ROWS - rows))
+        tiles[expert] = padded.view(row_tiles, TILE_ROWS, col_tiles, tile_cols).transpose(1, 2)
+    return tiles
 
 
 def engine_weights(w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
     """w13 [E, 2I, H] (gate rows first) and w2 [E, H, I] as the kernels read them: gate and up rows alternate in groups of 8,
-    I padded with zeros to a multiple of 8 (which adds nothing), and at least one expert."""
+    I padded with zeros to a multiple of 8 (which adds nothing), at least one expert, in tiles."""
     experts, twice, hidden = w13.shape
     inter = twice // 2
     padded = -(-inter // INTERLEAVE) * INTERLEAVE
@@ -33,7 +52,7 @@ def engine_weights(w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
         rows[:, :inter] = w13[:, half * inter:(half + 1) * inter]
         both[:, :, half] = rows.view(experts, padded // INTERLEAVE, INTERLEAVE, hidden)
     second[:experts, :, :inter] = w2
-    return both.reshape(max(1, experts), 2 * padded, hidden), second
+    return tiled(both.reshape(max(1, experts), 2 * padded, hidden)), tiled(second)
 
 
 def one_limit(activation: Activation) -> float:
@@ -68,7 +87,7 @@ class NvlinkLayer:
             self.w13, self.w2 = engine_weights(w13, w2)
             return
         kept = scaled_weights(w13, w2, w13_scale, w2_scale)
-        self.w13, self.w2, self.w13_scales, self.w2_scales = kept.w13, kept.w2, kept.w13_scales, kept.w2_scales
+        self.w13, self.w2, self.w13_scales, self.w2_scales = tiled(kept.w13), tiled(kept.w2), kept.w13_scales, kept.w2_scales
 
     def choices(self, num_tokens: int) -> tuple[int, int]:
         """(variant, segments) of a call with num_tokens tokens on this rank. Slots are local, so ranks need not agree."""

@@ -15,6 +15,7 @@ namespace moe_tk::nvlink {
 template <class Base> struct fused_config : Base {
     static constexpr int PRODUCER_REGISTERS = Base::CONSUMER_WGS == 1 ? 120 : 88, CONSUMER_REGISTERS = Base::CONSUMER_WGS == 1 ? 240 : 208;
     static constexpr int LAUNCH_REGISTERS = Base::CONSUMER_WGS == 1 ? 240 : 168;  // of a thread, as ptxas says
+    static constexpr bool TILED_WEIGHTS = true;
     static_assert(PRODUCER_REGISTERS + Base::CONSUMER_WGS * CONSUMER_REGISTERS <= LAUNCH_REGISTERS * (Base::CONSUMER_WGS + 1),
                   "registers of a block");
 };
@@ -53,7 +54,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
             if (kittens::elect_one()) load_tasks<Cfg, arrival_gate>(g, s.gemm, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
             store_tasks<Cfg, Epilogue, count_push>(g, s.gemm, rank, role - 1);
-        } else if (role == 3 && (Cfg::SCALED || kittens::elect_one())) {
+        } else if (role == 3) {
             row_puller<typename Cfg::T>(g.gate.call, p, s.pull).run();
         }
     } else {

@@ -13,7 +13,7 @@ struct workspace_view {
     call_view call;
     table_view tables;
     counter_view counters;
-    uint32_t *epoch, *blocks_done, *copies_done;
+    uint32_t *epoch, *blocks_done, *copies_done, *routing_sent;
     int *scratch;
     uint8_t *marks;        // [max_slots]
     void *rows;            // [max_slots, H] gathered rows
@@ -33,8 +33,8 @@ struct layer_call {
     const void *hidden_states, *topk_ids, *topk_weights;
     const float *hidden_scales;  // [T, H / 128] of e4m3 rows, or nullptr: rows are bf16
     void *out;
-    const void *w13;  // [E_local, 2 I, H], gate and up rows alternating in groups of 8
-    const void *w2;   // [E_local, H, I]
+    const void *w13;  // [E_local, 2 I, H], gate and up rows alternating in groups of 8, in tiles
+    const void *w2;   // [E_local, H, I], in tiles
     const void *w13_scales, *w2_scales;  // e4m3: [E_local, N / 128, K / 128, 2] of each, else nullptr
     uint64_t signature;
     int num_tokens, refused, ids_are_64, weights_are_bf16;

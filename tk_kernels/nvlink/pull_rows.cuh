@@ -1,7 +1,8 @@
-// Mover role: fills the gathered rows in the order in which GEMM 1 consumes them, from the tensor of this rank's tokens and from
-// what the other ranks have sent. One thread of every block; bulk copies through a small ring in shared memory, so that it
-// needs neither registers nor a multiprocessor of its own. For e4m3 one warp: the first lane does the same, and all of them
-// spread the rows' scales.
+// Mover role: reads each wanted token once, from this rank's tokens or from what the other ranks have sent, in delivery order,
+// and writes it to all its slots. One warp of every block; bulk copies through a small ring in shared memory, so that it needs
+// neither registers nor a multiprocessor of its own. (Filling slot by slot instead, one copy in for each copy out, was slower:
+// bulk copies queue behind the GEMM's own loads, so their number counts.) An e4m3 row travels with its scales, which are then
+// spread over the scales of all slots as the GEMM reads them.
 #pragma once
 
 #include "../../thunderkittens/kittens.cuh"
@@ -13,191 +14,142 @@ namespace moe_tk::nvlink {
 using kittens::bf16;
 
 template <class T> struct pull_params {
-    const T *tokens;  // bf16: [num_tokens, H] of this rank
+    const T *tokens;  // [num_tokens, H] of this rank; e4m3: nullptr, own rows are sent like all others
     T *gathered;      // [slots, H]
-    float *scales;    // e4m3: [H / 128, scales_stride] of the gathered rows
+    float *scales;    // e4m3: [H / 128, slots] of the gathered rows
     int64_t scales_stride;
-    const int *counts, *slot_pair;
+    const int *counts, *delivery_order, *slots;
     uint32_t *arrived, *next_row;
     int row_block;
 };
 
-// A ring of pieces of rows. LOADS pieces are on their way in; the others are on their way out. The GEMM's own scales leave
-// e4m3 less room.
+// A ring of pieces of rows. LOADS pieces are on their way in; the others are on their way out. A piece of e4m3 holds 2048
+// columns with their scales, and leaves room for the scales that the GEMM keeps in shared memory.
 template <class T> struct pull_shared {
     static constexpr bool SCALED = sizeof(T) == 1;
-    static constexpr int PIECES = SCALED ? 7 : 8, LOADS = 4, PIECE_BYTES = 2048;
+    static constexpr int PIECES = SCALED ? 7 : 8, LOADS = SCALED ? 4 : 5, PIECE_BYTES = SCALED ? 2112 : 2048;
     static constexpr int ROWS = PIECES + 2;  // a row is noted before the one PIECES earlier is announced
-    alignas(128) uint8_t ring[PIECES][PIECE_BYTES];
-    int slot_of[ROWS];  // by row number modulo ROWS
+    alignas(64) uint8_t ring[PIECES][PIECE_BYTES];
+    int slot_of[ROWS][32];  // by row number modulo ROWS: slot of choice `lane`, or -1
     kittens::semaphore full[PIECES];
 };
 template <class T> __device__ __forceinline__ void init_pull(pull_shared<T> &s) {
     for (int i = 0; i < s.PIECES; ++i) kittens::init_semaphore(s.full[i], 1);
 }
 
-// The scales of four neighbouring slots on their way from four rows, where they lie together, to the columns that GEMM 1 reads:
-// scale i of a row goes to (i, slot). A lane takes every 32nd scale, of all four slots at a time.
-class scale_spreader {
-  public:
-    static constexpr int BATCH = 2;  // scales of a lane that are fetched ahead; enough for H = 8192
-    __device__ scale_spreader(const float *const (&rows)[4], float *to, int64_t stride, int scales)
-        : rows_(rows), to_(to), stride_(stride), scales_(scales) {}
-    __device__ void fetch() { fetch(0); }
-    // ORDER scales_ready: plain stores of all lanes, then the warp's barrier; the first lane releases them together with the
-    // rows (retire), and the fence of arrival_gate lets bulk loads see them.
-    __device__ void store() {
-        for (int base = 0; base < scales_; base += 32 * BATCH) {
-            if (base > 0) fetch(base);
-#pragma unroll
-            for (int u = 0; u < BATCH; ++u) {
-                const int i = base + 32 * u + kittens::laneid();
-                if (i < scales_) *reinterpret_cast<float4 *>(to_ + i * stride_) = {value_[u][0], value_[u][1], value_[u][2], value_[u][3]};
-            }
-        }
-        __syncwarp();
-    }
-
-  private:
-    __device__ void fetch(int base) {
-#pragma unroll
-        for (int u = 0; u < BATCH; ++u)
-#pragma unroll
-            for (int s = 0; s < 4; ++s) {
-                const int i = base + 32 * u + kittens::laneid();
-                value_[u][s] = i < scales_ && rows_[s] ? __ldcg(rows_[s] + i) : 0.0f;  // padding: anything but NaN
-            }
-    }
-    const float *const (&rows_)[4];
-    float *const to_;
-    const int64_t stride_;
-    const int scales_;
-    float value_[BATCH][4];
-};
-
 template <class T> class row_puller {
   public:
     __device__ row_puller(const call_view &c, const pull_params<T> &p, pull_shared<T> &s)
-        : c_(c), p_(p), s_(s), row_bytes_(c.hidden * int(sizeof(T))), per_row_((row_bytes_ + S::PIECE_BYTES - 1) / S::PIECE_BYTES) {}
+        : c_(c), p_(p), s_(s), lane_(kittens::laneid()), copied_(S::SCALED ? (scales_at() + c.hidden / 32 + 15) / 16 * 16 : scales_at()),
+          per_row_((copied_ + S::PIECE_BYTES - 1) / S::PIECE_BYTES) {}
 
-    // Until the slots are used up, four at a time. What comes next is asked for two steps ahead.
+    // Until the list of rows is used up. Loads run LOADS pieces ahead of stores; a piece's place is free again, and its
+    // row announced, once its stores are complete. What leads to a row (its place in the list, its number, its slots) is
+    // fetched one row ahead for each of the three, so that a row costs one such latency and not their sum.
     __device__ void run() {
-        const int num_items = __ldg(p_.counts + COUNT_SLOTS) / SLOTS;
-        int item = told(ask()), next = told(ask());
-        int4 pairs = pairs_of(item, num_items);
-        while (item < num_items) {
-            const int4 next_pairs = pairs_of(next, num_items);
-            const int after = ask();
-            const int pair[SLOTS] = {pairs.x, pairs.y, pairs.z, pairs.w};
-            const T *from[SLOTS];
-#pragma unroll
-            for (int i = 0; i < SLOTS; ++i)
-                if (!find(pair[i], from[i])) return drain();
-            if (from[0] != nullptr) move_item(from, item * SLOTS);  // padding ends a group, so else there is nothing
-            item = next, next = told(after), pairs = next_pairs;
+        const int num_rows = __ldg(p_.counts + COUNT_JOBS);
+        int row = row_at(take(), num_rows), slot = slot_of(row), next_row = row_at(take(), num_rows), next_item = ask();
+        int number = 0, loaded = 0;
+        for (; row >= 0; ++number) {
+            const T *from = find(row);
+            if (from == nullptr) break;
+            s_.slot_of[number % S::ROWS][lane_] = slot;
+            row = next_row, slot = slot_of(row), next_row = row_at(__shfl_sync(0xffffffff, next_item, 0), num_rows), next_item = ask();
+            for (int part = 0; part < per_row_; ++part, ++loaded) {
+                if (loaded >= S::PIECES) {
+                    kittens::tma::store_async_wait<S::PIECES - S::LOADS - 1>();
+                    retire(loaded - S::PIECES);
+                    __syncwarp();
+                }
+                if (lane_ == 0) load(loaded, from, part);
+                if (loaded >= S::LOADS) store(loaded - S::LOADS);
+            }
         }
-        drain();
+        for (int piece = max(0, loaded - S::LOADS); piece < loaded; ++piece) store(piece);
+        kittens::tma::store_async_wait<0>();
+        for (int piece = max(0, loaded - S::PIECES); piece < loaded; ++piece) retire(piece);
     }
 
   private:
     using S = pull_shared<T>;
-    static constexpr int SLOTS = 4;  // of one item: neighbours in one row block
 
-    // Whether this thread copies rows: the only one for bf16.
-    __device__ static bool leads() { return !S::SCALED || kittens::laneid() == 0; }
-    __device__ int ask() { return leads() ? int(fetch_add_relaxed_gpu(p_.next_row, 1u)) : 0; }
-    __device__ static int told(int leaders) {
-        if constexpr (S::SCALED) return __shfl_sync(0xffffffff, leaders, 0);
-        else return leaders;
+    __device__ int ask() { return lane_ == 0 ? int(fetch_add_relaxed_gpu(p_.next_row, 1u)) : 0; }  // lane 0 gets the answer
+    __device__ int take() { return __shfl_sync(0xffffffff, ask(), 0); }
+    __device__ int row_at(int item, int num_rows) const { return item < num_rows ? __ldg(p_.delivery_order + item) : -1; }
+    __device__ int slot_of(int row) const {
+        return row >= 0 && lane_ < c_.top_k ? __ldg(p_.slots + int64_t(row) * c_.top_k + lane_) : -1;
     }
-    __device__ int4 pairs_of(int item, int num_items) const {
-        return item < num_items ? __ldg(reinterpret_cast<const int4 *>(p_.slot_pair) + item) : int4{-1, -1, -1, -1};
-    }
-    __device__ int bytes_of(int part) const { return min(S::PIECE_BYTES, row_bytes_ - part * S::PIECE_BYTES); }
+    __device__ int scales_at() const { return c_.hidden * int(sizeof(T)); }  // bytes of a row before its scales
+    __device__ int bytes_of(int part) const { return min(S::PIECE_BYTES, copied_ - part * S::PIECE_BYTES); }
 
-    __device__ void move_item(const T *const (&from)[SLOTS], int slot) {
-        if constexpr (S::SCALED) {
-            const float *rows[SLOTS];
-#pragma unroll
-            for (int i = 0; i < SLOTS; ++i) rows[i] = from[i] ? reinterpret_cast<const float *>(from[i] + c_.hidden) : nullptr;
-            scale_spreader spreader(rows, p_.scales + slot, p_.scales_stride, c_.hidden / 128);
-            spreader.fetch();
-            if (leads()) move(from[0], slot);
-            spreader.store();  // before any of these rows can be announced: that takes PIECES further pieces
-        } else {
-            move(from[0], slot);
-        }
-#pragma unroll
-        for (int i = 1; i < SLOTS; ++i)
-            if (from[i] != nullptr && leads()) move(from[i], slot + i);
-    }
-    // Loads run LOADS pieces ahead of stores; a piece's place is free again, and its row announced, once its stores are complete.
-    __device__ void move(const T *from, int slot) {
-        s_.slot_of[rows_ % S::ROWS] = slot;
-        for (int part = 0; part < per_row_; ++part, ++loaded_) {
-            if (loaded_ >= S::PIECES) {
-                kittens::tma::store_async_wait<S::PIECES - S::LOADS - 1>();
-                retire(loaded_ - S::PIECES);
-            }
-            load(loaded_, from, part);
-            if (loaded_ >= S::LOADS) store(loaded_ - S::LOADS);
-        }
-        ++rows_;
-    }
-    __device__ void drain() {
-        if (!leads()) return;
-        for (int piece = max(0, loaded_ - S::LOADS); piece < loaded_; ++piece) store(piece);
-        kittens::tma::store_async_wait<0>();
-        for (int piece = max(0, loaded_ - S::PIECES); piece < loaded_; ++piece) retire(piece);
-    }
-
-    // Where the row of a pair lies; nullptr for padding. False on abort. ORDER rows: acquires what export_rows of its owner
-    // releases, then orders the bulk loads (asynchronous proxy) behind it.
-    __device__ bool find(int pair, const T *&from) {
-        from = nullptr;
-        if (pair < 0) return true;
-        const int row = pair / c_.top_k, source = row / c_.max_tokens, token = row % c_.max_tokens;
-        if (!S::SCALED && source == c_.rank) {
-            from = p_.tokens + int64_t(token) * c_.hidden;
-            return true;
-        }
+    // Where the row lies; nullptr on abort. ORDER rows: acquires what export_rows of its owner releases, then orders the bulk
+    // loads (asynchronous proxy) behind it.
+    __device__ const T *find(int row) {
+        const int source = row / c_.max_tokens, token = row % c_.max_tokens;
+        if (!S::SCALED && source == c_.rank) return p_.tokens + int64_t(token) * c_.hidden;
         if (!(ready_ >> source & 1)) {
             bool ok = true;
-            if (leads()) {
-                ok = spin_until(c_.rows_posted(c_.rank, source), *c_.epoch_ptr, c_, {phase_id::dispatch, role_id::place, token, source});
+            const uint32_t epoch = *c_.epoch_ptr;
+            if (lane_ == 0) {
+                ok = spin_until(c_.rows_posted(c_.rank, source), epoch, c_, {phase_id::dispatch, role_id::place, token, source});
                 kittens::fence_proxy_async();
             }
-            if (!told(ok)) return false;
-            ready_ |= 1u << source;
+            if (!__shfl_sync(0xffffffff, int(ok), 0)) return nullptr;
+            ready_ |= 1ull << source;
         }
-        from = c_.row<const T>(c_.rank, source, token);
-        return true;
+        return c_.row<const T>(c_.rank, source, token);
     }
     __device__ void load(int piece, const T *from, int part) {
         const int at = piece % S::PIECES;
         kittens::tma::expect_bytes(s_.full[at], bytes_of(part));
         kittens::tma::load_bulk_async(s_.ring[at], reinterpret_cast<const uint8_t *>(from) + part * S::PIECE_BYTES, bytes_of(part), s_.full[at]);
     }
+    // Each lane writes the piece to the slot of its choice, as one bulk group; groups of other lanes are empty.
     __device__ void store(int piece) {
-        const int at = piece % S::PIECES, part = piece % per_row_;
-        const int slot = s_.slot_of[piece / per_row_ % S::ROWS];
+        const int at = piece % S::PIECES, first = piece % per_row_ * S::PIECE_BYTES;
+        const int slot = s_.slot_of[piece / per_row_ % S::ROWS][lane_];
+        const int bytes = min(S::PIECE_BYTES, scales_at() - first);  // without scales
         kittens::wait(s_.full[at], piece / S::PIECES & 1);
-        uint8_t *to = reinterpret_cast<uint8_t *>(p_.gathered + int64_t(slot) * c_.hidden) + part * S::PIECE_BYTES;
-        kittens::tma::store_bulk_async(to, s_.ring[at], bytes_of(part));
+        if (slot >= 0 && bytes > 0) {
+            uint8_t *to = reinterpret_cast<uint8_t *>(p_.gathered + int64_t(slot) * c_.hidden) + first;
+            kittens::tma::store_bulk_async(to, s_.ring[at], bytes);
+        }
         kittens::tma::store_commit_group();
+        if constexpr (S::SCALED)
+            if (first + S::PIECE_BYTES > scales_at()) spread_scales(s_.ring[at], first, slot);
     }
-    // ORDER rows_ready: the stores of this row are complete; releases them to arrival_gate.
+    // The scales in the piece that starts at byte `first` of its row: scale i goes to (i, slot) for the slot of every choice.
+    // ORDER scales_ready: plain stores of all lanes; retire makes them visible to bulk loads (asynchronous proxy) and releases
+    // them together with the row, and arrival_gate acquires.
+    __device__ void spread_scales(const uint8_t *piece, int first, int slot) {
+        const int begin = max(0, first - scales_at()) / 4, end = min(c_.hidden / 128, (first + S::PIECE_BYTES - scales_at()) / 4);
+        const float *scales = reinterpret_cast<const float *>(piece + max(0, scales_at() - first)) - begin;
+        const uint32_t chosen = __ballot_sync(0xffffffff, slot >= 0);
+        for (int base = begin; base < end; base += 32) {
+            const int i = base + lane_;
+            const float scale = i < end ? scales[i] : 0.0f;
+            for (uint32_t left = chosen; left != 0; left &= left - 1) {
+                const int to = __shfl_sync(0xffffffff, slot, __ffs(left) - 1);
+                if (i < end) p_.scales[i * p_.scales_stride + to] = scale;
+            }
+        }
+    }
+    // ORDER rows_ready: the lane's stores of this row are complete; releases them to arrival_gate::wait.
     __device__ void retire(int piece) {
         if (piece % per_row_ != per_row_ - 1) return;
-        add_release_gpu(p_.arrived + s_.slot_of[piece / per_row_ % S::ROWS] / p_.row_block, 1u);
+        if constexpr (S::SCALED) {
+            kittens::fence_proxy_async();  // not sooner: by now the stores have ended
+            __syncwarp();
+        }
+        const int slot = s_.slot_of[piece / per_row_ % S::ROWS][lane_];
+        if (slot >= 0) add_release_gpu(p_.arrived + slot / p_.row_block, 1u);
     }
 
     const call_view &c_;
     const pull_params<T> &p_;
     pull_shared<T> &s_;
-    const int row_bytes_, per_row_;
-    int rows_ = 0, loaded_ = 0;
-    uint32_t ready_ = 0;
+    const int lane_, copied_, per_row_;  // bytes that are loaded of a row, in pieces
+    uint64_t ready_ = 0;
 };
 
 }  // namespace moe_tk::nvlink
