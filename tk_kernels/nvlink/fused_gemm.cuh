@@ -6,18 +6,18 @@
 #include "../hooks/noop.cuh"
 #include "combine.cuh"
 #include "hooks.cuh"
+#include "place_first_rows.cuh"
 #include "pull_rows.cuh"
 
 namespace moe_tk::nvlink {
 
-// Registers for the fourth warp of the producer warpgroup, which does more here than in the plain GEMM. A block has what it
-// got at launch, LAUNCH_REGISTERS x NUM_THREADS: asking for one more would wait for ever.
-template <class Base> struct fused_config : Base {
-    static constexpr int PRODUCER_REGISTERS = Base::CONSUMER_WGS == 1 ? 120 : 88, CONSUMER_REGISTERS = Base::CONSUMER_WGS == 1 ? 240 : 208;
+// Registers for the fourth warp of the producer warpgroup, which does more here than in the plain GEMM; consumers get the rest.
+// A block has what it got at launch, LAUNCH_REGISTERS x NUM_THREADS: asking for one more would wait for ever.
+template <class Base, int PRODUCER = Base::CONSUMER_WGS == 1 ? 120 : 88> struct fused_config : Base {
     static constexpr int LAUNCH_REGISTERS = Base::CONSUMER_WGS == 1 ? 240 : 168;  // of a thread, as ptxas says
+    static constexpr int REST = (LAUNCH_REGISTERS * (Base::CONSUMER_WGS + 1) - PRODUCER) / Base::CONSUMER_WGS / 8 * 8;
+    static constexpr int PRODUCER_REGISTERS = PRODUCER, CONSUMER_REGISTERS = REST < 240 ? REST : 240;
     static constexpr bool TILED_WEIGHTS = true;
-    static_assert(PRODUCER_REGISTERS + Base::CONSUMER_WGS * CONSUMER_REGISTERS <= LAUNCH_REGISTERS * (Base::CONSUMER_WGS + 1),
-                  "registers of a block");
 };
 
 template <class Cfg> struct gather_shared {
@@ -29,7 +29,7 @@ template <class Cfg> constexpr int gather_shared_bytes() {
     return int(sizeof(gather_shared<Cfg>));
 }
 
-// gather-GEMM. Roles: consumer warpgroups; then one loader warp (gates), one storer warp per consumer warpgroup, and the
+// gather-GEMM. Roles: consumer warpgroups (they place the first rows); then one loader warp (gates), one storer warp per consumer warpgroup, and the
 // mover warp.
 template <class Cfg, class Epilogue>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
@@ -59,6 +59,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
         }
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
+        place_first_rows(g.gate.call, p);
         consume_tasks<Cfg, Epilogue>(g, s.gemm, rank, num_k_blocks, kittens::warpgroup::groupid());
     }
     if constexpr (Cfg::CLUSTER > 1) {
@@ -92,13 +93,13 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
         }
         __syncwarp();
         kittens::wait_prerequisite_grids();
-        combine_and_reduce(c, p);
+        combine_and_reduce<Cfg::SCALED ? 3 : 4>(c, p);  // the loader of e4m3 leaves fewer registers
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
         consume_tasks<Cfg, plain_epilogue>(g, s, rank, num_k_blocks, kittens::warpgroup::groupid());
         __syncwarp();
         kittens::wait_prerequisite_grids();
-        combine_and_reduce(c, p);
+        combine_and_reduce<8>(c, p);
     }
     if constexpr (Cfg::CLUSTER > 1) {
         __syncwarp();

@@ -20,7 +20,7 @@ template <class T> struct pull_params {
     int64_t scales_stride;
     const int *counts, *delivery_order, *slots;
     uint32_t *arrived, *next_row;
-    int row_block;
+    int row_block, col_blocks;  // of GEMM 1
 };
 
 // A ring of pieces of rows. LOADS pieces are on their way in; the others are on their way out. A piece of e4m3 holds 2048
@@ -37,10 +37,45 @@ template <class T> __device__ __forceinline__ void init_pull(pull_shared<T> &s) 
     for (int i = 0; i < s.PIECES; ++i) kittens::init_semaphore(s.full[i], 1);
 }
 
+__device__ __forceinline__ int take_item(uint32_t *dispenser) {
+    int item = 0;
+    if (kittens::laneid() == 0) item = int(fetch_add_relaxed_gpu(dispenser, 1u));
+    return __shfl_sync(0xffffffff, item, 0);
+}
+
+// Where rows lie, for one warp: in this rank's tensor (bf16), or in what their owners have sent.
+template <class T> class row_sources {
+  public:
+    __device__ row_sources(const call_view &c, const T *tokens) : c_(c), tokens_(tokens) {}
+
+    // nullptr on abort. ORDER rows: acquires what export_rows of the owner releases, then orders bulk loads (asynchronous
+    // proxy) behind it.
+    __device__ const T *find(int row) {
+        const int source = row / c_.max_tokens, token = row % c_.max_tokens;
+        if (sizeof(T) != 1 && source == c_.rank) return tokens_ + int64_t(token) * c_.hidden;
+        if (!(ready_ >> source & 1)) {
+            bool ok = true;
+            if (kittens::laneid() == 0) {
+                ok = spin_until(c_.rows_posted(c_.rank, source), *c_.epoch_ptr, c_, {phase_id::dispatch, role_id::place, token, source});
+                kittens::fence_proxy_async();
+            }
+            __syncwarp();  // what lane 0 has acquired holds for all lanes
+            if (!__shfl_sync(0xffffffff, int(ok), 0)) return nullptr;
+            ready_ |= 1u << source;
+        }
+        return c_.row<const T>(c_.rank, source, token);
+    }
+
+  private:
+    const call_view &c_;
+    const T *tokens_;
+    uint32_t ready_ = 0;
+};
+
 template <class T> class row_puller {
   public:
     __device__ row_puller(const call_view &c, const pull_params<T> &p, pull_shared<T> &s)
-        : c_(c), p_(p), s_(s), lane_(kittens::laneid()), copied_(S::SCALED ? (scales_at() + c.hidden / 32 + 15) / 16 * 16 : scales_at()),
+        : c_(c), p_(p), s_(s), sources_(c, p.tokens), lane_(kittens::laneid()), copied_(S::SCALED ? (scales_at() + c.hidden / 32 + 15) / 16 * 16 : scales_at()),
           per_row_((copied_ + S::PIECE_BYTES - 1) / S::PIECE_BYTES), num_rows_(__ldg(p.counts + COUNT_JOBS)),
           together_(num_rows_ > 16 * int(gridDim.x) ? S::TOGETHER : 1) {}
 
@@ -48,10 +83,10 @@ template <class T> class row_puller {
     // row announced, once its stores are complete. What leads to a row (its place in the list, its number, its slots) is
     // fetched one row ahead for each of the three, so that a row costs one such latency and not their sum.
     __device__ void run() {
-        int row = row_at(take()), slot = slot_of(row), next_row = row_at(take()), next_item = ask();
+        int row = row_at(take_item(p_.next_row)), slot = slot_of(row), next_row = row_at(take_item(p_.next_row)), next_item = ask();
         int number = 0, loaded = 0;
         for (; row >= 0; ++number) {
-            const T *from = find(row);
+            const T *from = sources_.find(row);
             if (from == nullptr) break;
             s_.slot_of[number % S::ROWS][lane_] = slot;
             row = next_row, slot = slot_of(row), next_row = row_at(__shfl_sync(0xffffffff, next_item, 0)), next_item = ask();
@@ -74,7 +109,6 @@ template <class T> class row_puller {
     using S = pull_shared<T>;
 
     __device__ int ask() { return lane_ == 0 ? int(fetch_add_relaxed_gpu(p_.next_row, 1u)) : 0; }  // lane 0 gets the answer
-    __device__ int take() { return __shfl_sync(0xffffffff, ask(), 0); }
     __device__ int row_at(int item) const { return item < num_rows_ ? __ldg(p_.delivery_order + item) : -1; }
     __device__ int slot_of(int row) const {
         return row >= 0 && lane_ < c_.top_k ? __ldg(p_.slots + int64_t(row) * c_.top_k + lane_) : -1;
@@ -82,23 +116,6 @@ template <class T> class row_puller {
     __device__ int scales_at() const { return c_.hidden * int(sizeof(T)); }  // bytes of a row before its scales
     __device__ int bytes_of(int part) const { return min(S::PIECE_BYTES, copied_ - part * S::PIECE_BYTES); }
 
-    // Where the row lies; nullptr on abort. ORDER rows: acquires what export_rows of its owner releases, then orders the bulk
-    // loads (asynchronous proxy) behind it.
-    __device__ const T *find(int row) {
-        const int source = row / c_.max_tokens, token = row % c_.max_tokens;
-        if (!S::SCALED && source == c_.rank) return p_.tokens + int64_t(token) * c_.hidden;
-        if (!(ready_ >> source & 1)) {
-            bool ok = true;
-            const uint32_t epoch = *c_.epoch_ptr;
-            if (lane_ == 0) {
-                ok = spin_until(c_.rows_posted(c_.rank, source), epoch, c_, {phase_id::dispatch, role_id::place, token, source});
-                kittens::fence_proxy_async();
-            }
-            if (!__shfl_sync(0xffffffff, int(ok), 0)) return nullptr;
-            ready_ |= 1ull << source;
-        }
-        return c_.row<const T>(c_.rank, source, token);
-    }
     __device__ void load(int piece, const T *from, int part) {
         const int at = piece % S::PIECES;
         kittens::tma::expect_bytes(s_.full[at], bytes_of(part));
@@ -155,9 +172,9 @@ template <class T> class row_puller {
     const call_view &c_;
     const pull_params<T> &p_;
     pull_shared<T> &s_;
+    row_sources<T> sources_;
     const int lane_, copied_, per_row_, num_rows_, together_;  // copied_: bytes that are loaded of a row, in pieces
     int announced_ = 0;
-    uint64_t ready_ = 0;
 };
 
 }  // namespace moe_tk::nvlink
