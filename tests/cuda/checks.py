@@ -16,6 +16,7 @@ from moe_tk import reference
 from moe_tk.errors import ArgumentError, MoETkError, PeerLost, PeerRefused, ProtocolTimeout
 from moe_tk.group import resolve_group
 from moe_tk.memory.nvlink_layout import ROW_BLOCKS
+from moe_tk.runtime.nvlink_layer import DEFAULT_PASSES
 from moe_tk.schedule import build_tables, make_routing, task_order
 from moe_tk.weights import shard_weights
 
@@ -112,7 +113,8 @@ def compare_tables(workspace, want, count: int, layer) -> list[str]:
     """Names of the tables on the device that differ from the schedule's."""
     slots, blocks, jobs = want.slot_pair.numel(), want.block_group.numel(), want.delivery_order.numel()
     present = torch.cat([torch.arange(want.tokens_per_rank) < c for c in want.token_counts.tolist()])
-    orders = [task_order(want, -(-width // 256)) for width in (2 * layer.session.geometry.padded_intermediate, layer.hidden_size)]
+    widths = (2 * layer.session.geometry.padded_intermediate, layer.hidden_size)
+    orders = [task_order(want, -(-width // 256), passes) for width, passes in zip(widths, (1, DEFAULT_PASSES), strict=True)]
     pairs = {
         "counts": (workspace.local("counts"), torch.tensor([slots, blocks, jobs, *(len(order) for order in orders)])),
         "expert_offsets": (workspace.local("expert_offsets")[:want.expert_offsets.numel()], want.expert_offsets),
