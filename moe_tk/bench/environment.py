@@ -7,26 +7,29 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from moe_tk.config import env
 from moe_tk.demo import environment as host
 
 
 def environment() -> dict[str, Any]:
     """Everything that a reader needs to repeat a run; what cannot be read is "unknown"."""
+    import torch
+
     return {**host.environment(), "commit": commit(), "cuda": torch.version.cuda or "none", "nccl": _nccl(),
             "triton": host._version("triton"), **nvml_facts()}
 
 
 def commit() -> str:
-    """Of the checkout that this package is in; with "+" when files differ from it."""
+    """Of the checkout that this package is in, with "+" when files differ from it; MOE_TK_COMMIT where git knows of none."""
     folder = str(Path(__file__).parent)
     head = output_of("git", "-C", folder, "rev-parse", "HEAD")
     changed = output_of("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
-    return f"{head}{'+' if changed else ''}" if head else "unknown"
+    return f"{head}{'+' if changed else ''}" if head else env("MOE_TK_COMMIT") or "unknown"
 
 
 def _nccl() -> str:
+    import torch
+
     if not torch.cuda.is_available():
         return "none"
     return ".".join(map(str, torch.cuda.nccl.version()))
@@ -64,12 +67,13 @@ def _text(value: Any) -> str:
     return value.decode() if isinstance(value, bytes) else str(value)
 
 
-def gpu_state(device: torch.device) -> dict[str, Any]:
+def gpu_state(device: Any) -> dict[str, Any]:
     """Clock and power of this rank's GPU now, and whether power holds it back; {} where that cannot be read."""
     if device.type != "cuda":
         return {}
     try:
         import pynvml
+        import torch
 
         pynvml.nvmlInit()
         uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"

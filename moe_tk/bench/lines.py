@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,8 +47,8 @@ class Result:
         self.us.clear()
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "ours": self.ours, "state": self.state, "why": self.why, "error": self.error,
-                "notes": self.notes, "us": self.us}
+        return {"name": self.name, "ours": self.ours, "state": self.state, "why": self.why,
+                "error": None if self.error is None or math.isnan(self.error) else self.error, "notes": self.notes, "us": self.us}
 
 
 def measure_line(contenders: list[Contender], results: dict[str, Result], batch: Batch, sample: Sample, *, ranks: Ranks,

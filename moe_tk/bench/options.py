@@ -140,7 +140,7 @@ def _one_of(name: str, word: str, valid: tuple[str, ...]) -> str:
 
 
 def _integers(name: str, text: str) -> list[int]:
-    return [check_count(name, _integer(name, word), least=0) for word in text.split(",")]
+    return [check_count(name, _integer(name, word)) for word in text.split(",")]
 
 
 def _integer(name: str, text: Any) -> int:

@@ -54,6 +54,7 @@ class NvlinkLayer:
         self.geometry, self.device, self.timeout_s = geometry, device, timeout_s
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
         self.segments, self.row_block, self.passes = segments, row_block, passes
+        self.mover_blocks = 0  # blocks whose mover warp moves rows in GEMM 1; 0: all, which is right except to see what they cost
         self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
@@ -90,5 +91,6 @@ class NvlinkLayer:
                 "num_tokens": 0 if hidden is None else hidden.shape[0], "refused": hidden is None,
                 "ids_are_64": ids is not None and ids.dtype == torch.int64,
                 "weights_are_bf16": weights is not None and weights.dtype == torch.bfloat16, "variant": variant,
-                "segments": segments, "passes": self.passes or DEFAULT_PASSES, "weights_before_l2": self.weights_before_l2, "alpha": self.activation.alpha,
-                "beta": self.activation.beta, "limit": self.limit}
+                "segments": segments, "passes": self.passes or DEFAULT_PASSES, "weights_before_l2": self.weights_before_l2,
+                "alpha": self.activation.alpha, "beta": self.activation.beta, "limit": self.limit,
+                "mover_blocks": self.mover_blocks}

@@ -17,6 +17,7 @@ struct pull_params {
     const int *counts, *delivery_order, *slots;
     uint32_t *arrived, *next_row;
     int row_block;
+    unsigned mover_blocks;  // blocks whose mover moves rows, at least 1: rows are dispensed, so any number moves them all
 };
 
 // A ring of pieces of rows. LOADS pieces are on their way in; the others are on their way out.
