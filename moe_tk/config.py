@@ -72,7 +72,7 @@ ENV_VARS = (
     EnvVar("MOE_TK_FAULT_POINTS", _flag, False, "0 | 1",
            "use a host module in which tests can make a rank die, stop or lag at a chosen item"),
     EnvVar("MOE_TK_COMMIT", str, None, "a git commit",
-           "what benchmarks write down as their commit where the package is not in a git checkout"),
+           "what benchmarks write down as their commit, for a copy of the package without its git checkout"),
     EnvVar("MOE_TK_VALIDATE", _flag, False, "0 | 1",
            "check every call's ids and tables on the host (slower; raises with rank, token, slot, value)"),
 )

@@ -36,7 +36,7 @@ class Times:
     """Microseconds of a call on the slower rank. The plain GEMMs are NaN where they could not be timed."""
 
     fused: float         # whole call
-    open: float          # exchange, tables, export of the rows
+    open: float          # exchange, tables, rows sent to those who want them
     open_gather: float   # ... and GEMM 1 with the movers
     gemm1: float         # in the fused kernels, nothing to wait for
     gemm2: float
@@ -50,18 +50,18 @@ class Times:
 def account(t: Times) -> dict[str, float]:
     """The split of docs/benchmarks.md; microseconds, and ratios without unit.
 
-    fused = compute + exposed_open + exposed_pull + exposed_combine.
+    fused = compute + exposed_front + exposed_back.
     """
     compute, clearing = t.gemm1 + t.gemm2, max(0.0, t.cleared - t.open)
     communicate = max(0.0, t.communicate - clearing)
     values = {
         "fused_us": t.fused, "compute_us": compute, "gemm1_us": t.gemm1, "gemm2_us": t.gemm2, "communicate_us": communicate,
         "open_us": t.open, "pull_us": max(0.0, t.pull - t.cleared), "combine_us": max(0.0, t.communicate - t.pull),
-        "exposed_us": t.fused - compute, "exposed_open_us": t.open, "exposed_pull_us": t.open_gather - t.open - t.gemm1,
-        "exposed_combine_us": t.fused - t.open_gather - t.gemm2, "plain_gemm1_us": t.plain1, "plain_gemm2_us": t.plain2,
+        "exposed_us": t.fused - compute, "exposed_front_us": t.open_gather - t.gemm1,
+        "exposed_back_us": t.fused - t.open_gather - t.gemm2, "plain_gemm1_us": t.plain1, "plain_gemm2_us": t.plain2,
         "sm_tax_us": compute - t.plain1 - t.plain2, "sm_tax": compute / (t.plain1 + t.plain2) - 1,
         "overlap": overlap(compute, communicate, t.fused), "ceiling": ceiling(compute, communicate),
-        "interference": (t.fused - t.open) / compute if compute else math.nan}
+        "interference": (t.fused - t.open) / compute if compute else math.nan}  # waits included: launches cannot tell them apart
     return {name: round(value, 3) for name, value in values.items() if not math.isnan(value)}
 
 
@@ -89,63 +89,62 @@ class Stages:
             self.launch(stages)
 
 
-def entries_of(stages: Stages) -> dict[str, Entry]:
-    """What is timed, by the fields of Times."""
-    def graph(body: Any, calls: int = 1, before: Any = None) -> Entry:
+def entries_of(stages: Stages, calls: int) -> dict[str, Entry]:
+    """What is timed, by the fields of Times; `calls` in a graph."""
+    def graph(body: Any, before: Any = None) -> Entry:
         body()
         return Entry(capture(body, calls).replay, calls, before)
 
     whole = lambda: stages.launch(ALL)  # noqa: E731  leaves full counters and the tables behind
     entries = {
-        "fused": graph(whole, 4), "open": graph(lambda: stages.launch(OPEN), 4),
-        "open_gather": graph(lambda: stages.launch(OPEN | GATHER), 4),
-        "cleared": graph(lambda: stages.without_tiles(0), 4), "pull": graph(lambda: stages.without_tiles(GATHER), 4),
-        "communicate": graph(lambda: stages.without_tiles(GATHER | SCATTER), 4)}
+        "fused": graph(whole), "open": graph(lambda: stages.launch(OPEN)),
+        "open_gather": graph(lambda: stages.launch(OPEN | GATHER)), "cleared": graph(lambda: stages.without_tiles(0)),
+        "pull": graph(lambda: stages.without_tiles(GATHER)), "communicate": graph(lambda: stages.without_tiles(GATHER | SCATTER))}
     whole()
-    entries["gemm1"] = graph(lambda: stages.launch(GATHER), 4, before=whole)
-    entries["gemm2"] = graph(lambda: stages.launch(SCATTER), 4, before=whole)
+    entries["gemm1"] = graph(lambda: stages.launch(GATHER), before=whole)
+    entries["gemm2"] = graph(lambda: stages.launch(SCATTER), before=whole)
     return entries
 
 
-def plain_entries(stages: Stages) -> dict[str, Entry]:
-    """The engine's GEMMs on this call's rows. Raises MoETkError where they cannot run."""
+def plain_entries(stages: Stages, calls: int) -> dict[str, Entry]:
+    """The engine's GEMMs on this call's rows, `calls` in a graph. Raises MoETkError where they cannot run."""
     from moe_tk.memory.nvlink_layout import ROW_BLOCKS
     from moe_tk.runtime import gemm
 
     stages.launch(ALL)
     stages.layer.synchronize()
-    experts, calls = stages.layer.num_local_experts, stages.calls
-    row_block = ROW_BLOCKS[calls.choices(stages.batch.tokens)[0]]
+    experts, own = stages.layer.num_local_experts, stages.calls
+    row_block = ROW_BLOCKS[own.choices(stages.batch.tokens)[0]]
     offsets, rows = stages.local("expert_offsets")[:experts + 1].clone(), stages.local("expert_load")[:experts].clone()
     slots = int(offsets[-1])
     if slots == 0:
         raise NotAvailable("no rows on this rank")
-    x = torch.randn(slots, calls.w13.shape[2], device=offsets.device).bfloat16()
-    act = torch.empty(slots, calls.w2.shape[2], dtype=x.dtype, device=x.device)
-    form = {"alpha": calls.activation.alpha, "beta": calls.activation.beta, "limit": calls.limit}
+    x = torch.randn(slots, own.w13.shape[2], device=offsets.device).bfloat16()
+    act = torch.empty(slots, own.w2.shape[2], dtype=x.dtype, device=x.device)
+    form = {"alpha": own.activation.alpha, "beta": own.activation.beta, "limit": own.limit}
     make = lambda w, activation: gemm.make_plan(x.dtype, offsets, rows, num_slots=slots, columns=w.shape[1],  # noqa: E731
                                                 row_block=row_block, activation=activation)
-    first, second, out = make(calls.w13, True), make(calls.w2, False), torch.empty_like(x)
-    bodies = {"plain1": lambda: gemm.launch(first, x, calls.w13, act, swiglu=form),
-              "plain2": lambda: gemm.launch(second, act, calls.w2, out)}
+    first, second, out = make(own.w13, True), make(own.w2, False), torch.empty_like(x)
+    bodies = {"plain1": lambda: gemm.launch(first, x, own.w13, act, swiglu=form),
+              "plain2": lambda: gemm.launch(second, act, own.w2, out)}
     entries = {}
     for name, body in bodies.items():
         body()
-        entries[name] = Entry(capture(body, 4).replay, 4)
+        entries[name] = Entry(capture(body, calls).replay, calls)
     return entries
 
 
-def attribute(contender: Ours, batch: Batch, *, ranks: Ranks, clock: Clock, rounds: int) -> dict[str, Any]:
+def attribute(contender: Ours, batch: Batch, *, ranks: Ranks, clock: Clock, rounds: int, calls: int) -> dict[str, Any]:
     """The account of one line, or {"why": reason}. A collective."""
     def prepare() -> tuple[Stages, dict[str, Entry]]:
         stages = Stages(contender, batch)
-        return stages, entries_of(stages)
+        return stages, entries_of(stages, calls)
 
     prepared, why = ranks.failure(prepare, "attribution: prepare")
     if why:
         return {"why": why}
     stages, entries = prepared
-    plain, no_plain = ranks.failure(lambda: plain_entries(stages), "attribution: plain GEMM")
+    plain, no_plain = ranks.failure(lambda: plain_entries(stages, calls), "attribution: plain GEMM")
     medians = medians_of({**entries, **(plain or {})}, ranks, clock, rounds)
     try:
         stages.layer.synchronize()
@@ -166,21 +165,20 @@ def mover_counts(num_sms: int) -> list[int]:
     return [*(1 << power for power in range(num_sms.bit_length()) if 1 << power < num_sms), num_sms]
 
 
-def sweep_movers(contender: Ours, batch: Batch, *, ranks: Ranks, clock: Clock, rounds: int) -> dict[str, Any]:
+def sweep_movers(contender: Ours, batch: Batch, *, ranks: Ranks, clock: Clock, rounds: int, calls: int) -> dict[str, Any]:
     """Microseconds of the whole call, of open + gather and of the moving alone, by blocks whose mover warp moves rows."""
     def prepare() -> dict[str, Entry]:
         stages = Stages(contender, batch)
-        calls = stages.calls
-        if not hasattr(calls, "mover_blocks"):
+        if not hasattr(stages.calls, "mover_blocks"):
             raise NotAvailable("this layer cannot choose the number of its movers")
         entries = {}
         for count in mover_counts(stages.layer.session.num_sms):
-            calls.mover_blocks = count
+            stages.calls.mover_blocks = count
             for name, body in (("fused", lambda: stages.launch(ALL)), ("open_gather", lambda: stages.launch(OPEN | GATHER)),
                                ("pull", lambda: stages.without_tiles(GATHER))):
                 body()
-                entries[f"{name} {count}"] = Entry(capture(body, 2).replay, 2)
-        calls.mover_blocks = 0
+                entries[f"{name} {count}"] = Entry(capture(body, calls).replay, calls)
+        stages.calls.mover_blocks = 0
         return entries
 
     entries, why = ranks.failure(prepare, "sweep: prepare")

@@ -20,11 +20,13 @@ def environment() -> dict[str, Any]:
 
 
 def commit() -> str:
-    """Of the checkout that this package is in, with "+" when files differ from it; MOE_TK_COMMIT where git knows of none."""
+    """MOE_TK_COMMIT if set, for copies without git; else of the checkout that this package is in, with "+" when files differ."""
+    if env("MOE_TK_COMMIT"):
+        return env("MOE_TK_COMMIT")
     folder = str(Path(__file__).parent)
     head = output_of("git", "-C", folder, "rev-parse", "HEAD")
     changed = output_of("git", "-C", folder, "status", "--porcelain", "--untracked-files=no")
-    return f"{head}{'+' if changed else ''}" if head else env("MOE_TK_COMMIT") or "unknown"
+    return f"{head}{'+' if changed else ''}" if head else "unknown"
 
 
 def _nccl() -> str:

@@ -14,7 +14,7 @@ from moe_tk.demo.layout import percent, ratio, section, simple_table
 
 ACCOUNT = {  # columns of the attribution
     "fused_us": "fused", "compute_us": "GEMMs\nalone", "communicate_us": "comm\nalone", "exposed_us": "exposed",
-    "exposed_open_us": "open", "exposed_pull_us": "pull", "exposed_combine_us": "combine\n+ tail", "sm_tax_us": "SM tax"}
+    "exposed_front_us": "before and\nin GEMM 1", "exposed_back_us": "in GEMM 2\nand tail", "sm_tax_us": "SM tax"}
 
 
 def show(console: Console, lines: list[dict[str, Any]], *, backend: str, how: str) -> None:
@@ -90,7 +90,7 @@ def show_account(console: Console, lines: list[dict[str, Any]]) -> None:
     found = [(line["tokens"], line["attribution"]) for line in lines if "attribution" in line]
     if not found:
         return
-    table = simple_table("T", *ACCOUNT.values(), "overlap", "interference")
+    table = simple_table("T", *ACCOUNT.values(), "overlap", "inter-\nference", gap=1)
     for tokens, account in found:
         if "why" in account:
             console.print(Text(f"attribution at T {tokens}: {account['why']}", style="dim"))

@@ -146,8 +146,8 @@ class LayerBench:
         asked |= {"sweep": sweep_movers} if self.options.sweep else {}
         if asked and fused is None:
             return {name: {"why": f"pattern {ATTRIBUTED} is not among the contenders"} for name in asked}
-        return {name: body(fused, batch, ranks=self.ranks, clock=self.clock, rounds=self.options.rounds)
-                for name, body in asked.items()}
+        return {name: body(fused, batch, ranks=self.ranks, clock=self.clock, rounds=self.options.rounds,
+                           calls=self.options.calls_per_sample(batch.tokens)) for name, body in asked.items()}
 
 
 def time_of(contender: dict[str, Any]) -> float | None:

@@ -7,12 +7,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from functools import partial
 from typing import Any
 
 from moe_tk.bench.options import Options
 from moe_tk.demo.start import under_launcher
-from moe_tk.errors import ArgumentError
+from moe_tk.errors import ArgumentError, BuildError
 from moe_tk.runtime.build import build_cuda_module, build_host_module
 from moe_tk.runtime.launcher import RankFailure, RankProcesses
 from moe_tk.runtime.native_root import native_modules
@@ -28,23 +27,15 @@ def collect(options: Options, say: Say) -> list[dict[str, Any]] | None:
 
 
 def build_modules(options: Options) -> None:
-    """Builds what the run needs, all at once, before any rank waits for another."""
+    """Builds what the run needs, before any rank waits for another."""
     wanted = {"moe_tk_host"} if options.backend == "cpu" else {"moe_tk_nvlink"} | ({"moe_tk_gemm"} if options.attribute else set())
-    builders = []
     for module in native_modules():
         if module.name in wanted:
-            build = build_host_module if module.kind == "host" else partial(build_cuda_module, arch="90a")
-            builders.append(threading.Thread(target=_quietly, args=(build, module.name, module.sources), daemon=True))
-    for builder in builders:
-        builder.start()
-    for builder in builders:
-        builder.join()
-
-
-def _quietly(build: Callable, name: str, sources: Any) -> None:
-    """A failure here is raised again, with its text, by whoever uses the module."""
-    with suppress(Exception):
-        build(name, sources)
+            with suppress(BuildError):  # whoever uses the module raises it again, with its text
+                if module.kind == "host":
+                    build_host_module(module.name, module.sources)
+                else:
+                    build_cuda_module(module.name, module.sources, arch="90a")
 
 
 def number_of_ranks(options: Options) -> int:

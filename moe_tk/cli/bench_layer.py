@@ -12,6 +12,7 @@ from moe_tk.errors import ArgumentError
 if TYPE_CHECKING:
     from moe_tk.bench.options import Options
 
+WIDTH = 132  # of tables that go to a file
 SUMMARY = "the whole layer: us of a call against the floor of its routing and against rivals, interleaved"
 
 
@@ -103,7 +104,8 @@ class Report:
         self._write(lines)
         if self.options.plot_path is not None:
             write_text("--plot", self.options.plot_path, picture(lines))
-        show(ReportConsole(), lines, backend=self.options.backend, how=how_timed(self.options))
+        wide = None if sys.stdout.isatty() else WIDTH
+        show(ReportConsole(width=wide), lines, backend=self.options.backend, how=how_timed(self.options))
         failed = any(contender["state"] == "failed" for line in lines for contender in line["contenders"])
         return 1 if failed else 0
 

@@ -15,7 +15,8 @@ TIMES = Times(fused=100.0, open=10.0, open_gather=70.0, gemm1=50.0, gemm2=25.0, 
 def test_the_parts_add_up():
     found = account(TIMES)
     assert found["compute_us"] == 75 and found["communicate_us"] == 50  # 54 less the 4 of clearing
-    assert found["exposed_us"] == 25 == found["exposed_open_us"] + found["exposed_pull_us"] + found["exposed_combine_us"]
+    assert found["exposed_us"] == 25 == found["exposed_front_us"] + found["exposed_back_us"]
+    assert found["exposed_front_us"] == 20
     assert found["pull_us"] == 26 and found["combine_us"] == 14
     assert found["sm_tax_us"] == 6 and found["sm_tax"] == pytest.approx(75 / 69 - 1, abs=1e-3)
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
+TINY = ("--backend", "cpu", "--shape", "64,64,6,2")
 
 
 def command(*words: str, launcher: tuple[str, ...] = (), **environment: str) -> subprocess.CompletedProcess:
@@ -20,9 +21,9 @@ def command(*words: str, launcher: tuple[str, ...] = (), **environment: str) -> 
 
 
 def test_a_tiny_shape_from_end_to_end(tmp_path):
-    done = command("--backend", "cpu", "--shape", "64,64,6,2", "--tokens", "5,16", "--routing", "zipf", "--rounds", "2", "--calls", "1",
-                   "--against", "torch,triton,deepgemm", "--sustained", "0.02", "--json", str(tmp_path / "a.json"), "--plot",
-                   str(tmp_path / "a.svg"))
+    done = command(*TINY, "--tokens", "5,16", "--routing", "zipf", "--rounds", "2", "--calls", "1", "--against",
+                   "torch,triton,deepgemm", "--sustained", "0.02", "--json", str(tmp_path / "a.json"),
+                   "--plot", str(tmp_path / "a.svg"))
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads((tmp_path / "a.json").read_text())
     assert record["complete"] and [(line["mode"], line["tokens"]) for line in record["lines"]] == [
@@ -39,17 +40,16 @@ def test_a_tiny_shape_from_end_to_end(tmp_path):
 
 
 def test_under_torchrun(tmp_path):
-    done = command("--backend", "cpu", "--shape", "64,64,6,2", "--tokens", "8", "--mode", "tp", "--rounds", "2", "--against", "torch",
-                   "--json", str(tmp_path / "a.json"), launcher=("-m", "torch.distributed.run", "--nproc-per-node", "2"),
-                   OMP_NUM_THREADS="1")
+    done = command(*TINY, "--tokens", "8", "--mode", "tp", "--rounds", "2", "--against", "torch", "--json", str(tmp_path / "a.json"),
+                   launcher=("-m", "torch.distributed.run", "--nproc-per-node", "2"), OMP_NUM_THREADS="1")
     assert done.returncode == 0, done.stdout + done.stderr
     assert len(json.loads((tmp_path / "a.json").read_text())["lines"]) == 1
     assert done.stdout.count("64x64-e6k2  TP") == 1  # one rank prints
 
 
 def test_a_routing_that_does_not_fit_costs_its_line_only():
-    done = command("--backend", "cpu", "--shape", "64,64,6,2", "--tokens", "4", "--mode", "ep", "--rounds", "1", "--against", "none",
-                   "--pattern", "two_kernel", "--routing", "trace", "--routing", "uniform")
+    done = command(*TINY, "--tokens", "4", "--mode", "ep", "--rounds", "1", "--against", "none", "--pattern", "two_kernel",
+                   "--routing", "trace", "--routing", "uniform")
     assert done.returncode == 0, done.stderr
     assert "wants top 2 of 6" in " ".join(done.stdout.split()) and "uniform" in done.stdout
 

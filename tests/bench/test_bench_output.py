@@ -16,8 +16,8 @@ from moe_tk.bench.plot import axis, picture
 from moe_tk.bench.report import show
 from moe_tk.errors import MoETkError
 
-ACCOUNT = {"fused_us": 200.0, "compute_us": 150.0, "communicate_us": 80.0, "exposed_us": 50.0, "exposed_open_us": 30.0,
-           "exposed_pull_us": 5.0, "exposed_combine_us": 15.0, "overlap": 0.375, "interference": 1.13}
+ACCOUNT = {"fused_us": 200.0, "compute_us": 150.0, "communicate_us": 80.0, "exposed_us": 50.0, "exposed_front_us": 35.0,
+           "exposed_back_us": 15.0, "overlap": 0.375, "interference": 1.13}
 
 
 def shown(lines, backend="cuda"):

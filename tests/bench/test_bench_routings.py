@@ -44,7 +44,8 @@ def test_parameters_out_of_range(spec):
 def test_the_traces_that_ship_fit_only_their_shape():
     olmoe = SHAPES["olmoe"]
     trace = routings.make("trace", olmoe, tokens=64, world=2)
-    assert trace.topk_ids.shape == (128, 8) and not torch.equal(trace.topk_ids, routings.make("trace:0", olmoe, tokens=64, world=2).topk_ids)
+    other = routings.make("trace:0", olmoe, tokens=64, world=2)
+    assert trace.topk_ids.shape == (128, 8) and not torch.equal(trace.topk_ids, other.topk_ids)
     assert routings.make("flame:3", Shape("f", 64, 64, 64, 6), tokens=8, world=2).topk_ids.shape == (16, 6)
     with pytest.raises(ArgumentError, match="top 8 of 64"):
         routings.make("trace", SMALL, tokens=4, world=2)
@@ -69,8 +70,9 @@ def test_files_are_read_in_order_and_again_when_short(tmp_path, name):
     assert found.topk_weights.shape == (8, 2)
 
 
-@pytest.mark.parametrize(("name", "said"), [("a.safetensors", "layer0.topk_idx"), ("a.npz#rows", "data"), ("a.csv", "files end with"),
-                                            ("broken.npz", "cannot be read"), ("floats.npz", "not a table"), ("wide.npz", "wants top 2")])
+@pytest.mark.parametrize(("name", "said"), [
+    ("a.safetensors", "layer0.topk_idx"), ("a.npz#rows", "data"), ("a.csv", "files end with"), ("broken.npz", "cannot be read"),
+    ("floats.npz", "not a table"), ("wide.npz", "wants top 2")])
 def test_files_that_do_not_fit(tmp_path, name, said):
     files(tmp_path)
     (tmp_path / "broken.npz").write_text("no archive")

@@ -5,7 +5,8 @@ What it is given, so that the baseline is a strong one:
   are exact, nothing synchronises with the host, and a CUDA graph can hold the call. A framework pays for a synchronisation or
   for padding instead.
 - Ids and weights travel as one message, and the routing is sorted while the tokens are still on their way.
-- Activation and combine are one Triton kernel each (rivals.triton_kernels) where Triton is installed.
+- Sorting, activation and combine are small Triton kernels (rivals.triton_kernels) where Triton is installed; torch's own
+  operations, many more launches, where it is not.
 EP gathers all tokens too: with two ranks and top 8 nearly every token is wanted by both. With many ranks an all-to-all would move
 less.
 """
@@ -129,7 +130,17 @@ class _SerialCall:
         """Sorts the pairs by local expert, those of other ranks last; waits for both messages."""
         if routing_work is not None:
             routing_work.wait()
+        sorted_here = self._sort()
+        if tokens_work is not None:
+            tokens_work.wait()
+        return sorted_here
+
+    def _sort(self) -> Sorted:
         ids, weights = self.routing[:, :self.top_k], self.routing[:, self.top_k:].view(torch.float32)
+        kernels = self.rival.kernels
+        if kernels is not None and self.alignment == 1:
+            found = kernels.sort_pairs(self.routing, top_k=self.top_k, first=self.first, num_experts=self.experts, rows=self.rows)
+            return Sorted(*found, weights)
         local = ids - self.first
         local = torch.where((local >= 0) & (local < self.experts), local, self.experts).to(torch.int16).flatten()
         ordered, order = torch.sort(local, stable=True)
@@ -140,8 +151,6 @@ class _SerialCall:
             rows, token, ends, experts = self._aligned(ends, ordered, token)
         slots = torch.full_like(local, -1, dtype=torch.int32)
         slots[order] = rows
-        if tokens_work is not None:
-            tokens_work.wait()
         return Sorted(ends, token, slots.view(-1, self.top_k), weights, experts)
 
     def _aligned(self, ends: Tensor, ordered: Tensor, token: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

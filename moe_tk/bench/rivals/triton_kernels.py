@@ -1,4 +1,4 @@
-"""Triton kernels of the rivals: activation, combine, and a plain grouped GEMM. Importing this needs Triton."""
+"""Triton kernels of the rivals: sorting by expert, activation, combine, and a plain grouped GEMM. Importing this needs Triton."""
 
 from __future__ import annotations
 
@@ -77,7 +77,55 @@ def _grouped_gemm(x, token, w, out, ends, num_experts, n, k, GATHER: tl.constexp
     tl.store(to, acc.to(tl.bfloat16), mask=is_row[:, None] & (col < n)[None, :])
 
 
+@triton.jit(do_not_specialize=["pairs", "first", "num_experts"])
+def _count(routing, place, load, pairs, first, num_experts, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """place of each pair among those of its expert, in the order in which they come; -1 for other ranks' pairs."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(routing + pair // TOP_K * (2 * TOP_K) + pair % TOP_K, mask=pair < pairs, other=-1) - first
+    mine = (expert >= 0) & (expert < num_experts) & (pair < pairs)
+    found = tl.atomic_add(load + tl.where(mine, expert, 0), 1, mask=mine)
+    tl.store(place + pair, tl.where(mine, found, -1), mask=pair < pairs)
+
+
+@triton.jit(do_not_specialize=["num_experts"])
+def _sum_up(load, ends, num_experts, EXPERTS: tl.constexpr):
+    expert = tl.arange(0, EXPERTS)
+    tl.store(ends + expert, tl.cumsum(tl.load(load + expert, mask=expert < num_experts, other=0), 0), mask=expert < num_experts)
+
+
+@triton.jit(do_not_specialize=["pairs", "first", "num_experts"])
+def _place(routing, place, ends, load, token, pairs, first, num_experts, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
+    """place becomes the row of the pair; token [rows]."""
+    pair = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    found = tl.load(place + pair, mask=pair < pairs, other=-1)
+    expert = tl.load(routing + pair // TOP_K * (2 * TOP_K) + pair % TOP_K, mask=found >= 0, other=0) - first
+    row = tl.load(ends + expert, mask=found >= 0, other=0) - tl.load(load + expert, mask=found >= 0, other=0) + found
+    tl.store(token + row, pair // TOP_K, mask=found >= 0)
+    tl.store(place + pair, row, mask=found >= 0)
+
+
 COLUMNS = 1024  # of a program that streams
+PAIRS = 256     # of a program that sorts
+
+
+def sort_pairs(routing: Tensor, *, top_k: int, first: int, num_experts: int, rows: int) -> tuple[Tensor, Tensor, Tensor]:
+    """(ends [num_experts], token [rows], slots [tokens, top_k]) of rivals.serial.Sorted from routing [tokens, 2 top_k], whose
+    first half are expert ids. Rows of an expert are in no certain order."""
+    tokens = routing.shape[0]
+    pairs, device = tokens * top_k, routing.device
+    load = torch.zeros(num_experts, dtype=torch.int32, device=device)
+    ends, token = torch.empty_like(load), torch.empty(rows, dtype=torch.int32, device=device)
+    slots = torch.empty(tokens, top_k, dtype=torch.int32, device=device)
+    grid, sizes = (triton.cdiv(pairs, PAIRS),), {"TOP_K": top_k, "BLOCK": PAIRS}
+    _count[grid](routing, slots, load, pairs, first, num_experts, **sizes)
+    _sum_up[(1,)](load, ends, num_experts, EXPERTS=lanes_of(num_experts))
+    _place[grid](routing, slots, ends, load, token, pairs, first, num_experts, **sizes)
+    return ends, token, slots
+
+
+def lanes_of(experts: int) -> int:
+    """Power of two that holds them: at least 128, so that most shapes share their kernels."""
+    return max(128, triton.next_power_of_2(experts))
 
 
 def swiglu(both: Tensor) -> Tensor:
@@ -108,5 +156,5 @@ def grouped_gemm(x: Tensor, token: Tensor | None, w: Tensor, ends: Tensor, num_r
     groups = triton.cdiv(row_tiles, tile["GROUP"])
     _grouped_gemm[(groups * tile["GROUP"] * triton.cdiv(n, tile["BLOCK_N"]),)](
         x, token if token is not None else ends, w, out, ends, experts, n, k, GATHER=token is not None,
-        EVEN_K=k % tile["BLOCK_K"] == 0, EXPERTS=triton.next_power_of_2(experts), **tile)
+        EVEN_K=k % tile["BLOCK_K"] == 0, EXPERTS=lanes_of(experts), **tile)
     return out
