@@ -45,6 +45,7 @@ def rank_main(rank: int, world: int, options: Options, say_to: Any = None) -> li
 def own_device(options: Options) -> torch.device:
     """This rank's GPU: by its number on this machine under torchrun, else the current one. It is the current one afterwards."""
     if options.backend == "cpu":
+        torch.set_num_threads(1)  # ranks share the cores
         return torch.device("cpu")
     if dist.is_torchelastic_launched():
         local = dist.get_node_local_rank()
