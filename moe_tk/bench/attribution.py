@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from moe_tk.bench.contender import NotAvailable
 from moe_tk.bench.lines import capture
@@ -106,6 +107,14 @@ def entries_of(stages: Stages, calls: int) -> dict[str, Entry]:
     return entries
 
 
+def row_major(weights: Tensor, rows: int, columns: int) -> Tensor:
+    """[E, rows, columns] of weights in the layer's tiles [E, row tiles, column tiles, rows, columns]; those in rows are as they are."""
+    if weights.dim() == 3:
+        return weights
+    whole = weights.transpose(2, 3).reshape(weights.shape[0], weights.shape[1] * weights.shape[3], -1)
+    return whole[:, :rows, :columns].contiguous()
+
+
 def plain_entries(stages: Stages, calls: int) -> dict[str, Entry]:
     """The engine's GEMMs on this call's rows, `calls` in a graph. Raises MoETkError where they cannot run."""
     from moe_tk.memory.nvlink_layout import ROW_BLOCKS
@@ -119,14 +128,16 @@ def plain_entries(stages: Stages, calls: int) -> dict[str, Entry]:
     slots = int(offsets[-1])
     if slots == 0:
         raise NotAvailable("no rows on this rank")
-    x = torch.randn(slots, own.w13.shape[2], device=offsets.device).bfloat16()
-    act = torch.empty(slots, own.w2.shape[2], dtype=x.dtype, device=x.device)
+    hidden, inter = stages.layer.hidden_size, own.geometry.padded_intermediate
+    w13, w2 = row_major(own.w13, 2 * inter, hidden), row_major(own.w2, hidden, inter)
+    x = torch.randn(slots, hidden, device=offsets.device).bfloat16()
+    act = torch.empty(slots, inter, dtype=x.dtype, device=x.device)
     form = {"alpha": own.activation.alpha, "beta": own.activation.beta, "limit": own.limit}
     make = lambda w, activation: gemm.make_plan(x.dtype, offsets, rows, num_slots=slots, columns=w.shape[1],  # noqa: E731
                                                 row_block=row_block, activation=activation)
-    first, second, out = make(own.w13, True), make(own.w2, False), torch.empty_like(x)
-    bodies = {"plain1": lambda: gemm.launch(first, x, own.w13, act, swiglu=form),
-              "plain2": lambda: gemm.launch(second, act, own.w2, out)}
+    first, second, out = make(w13, True), make(w2, False), torch.empty_like(x)
+    bodies = {"plain1": lambda: gemm.launch(first, x, w13, act, swiglu=form),
+              "plain2": lambda: gemm.launch(second, act, w2, out)}
     entries = {}
     for name, body in bodies.items():
         body()

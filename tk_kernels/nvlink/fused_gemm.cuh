@@ -14,6 +14,7 @@ namespace moe_tk::nvlink {
 // got at launch, 168 x NUM_THREADS: asking for one more would wait for ever.
 template <class Base> struct fused_config : Base {
     static constexpr int PRODUCER_REGISTERS = 88, CONSUMER_REGISTERS = 208;
+    static constexpr bool TILED_WEIGHTS = true;
     static_assert(PRODUCER_REGISTERS + Base::CONSUMER_WGS * CONSUMER_REGISTERS <= 168 * (Base::CONSUMER_WGS + 1), "registers of a block");
 };
 
@@ -51,7 +52,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
             if (kittens::elect_one()) load_tasks<Cfg, arrival_gate>(g, s.gemm, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
             store_tasks<Cfg, Epilogue, count_push>(g, s.gemm, rank, role - 1);
-        } else if (role == 3 && blockIdx.x < p.mover_blocks && kittens::elect_one()) {
+        } else if (role == 3 && blockIdx.x < p.mover_blocks) {
             row_puller(g.gate.call, p, s.pull).run();
         }
     } else {
