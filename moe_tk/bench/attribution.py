@@ -108,7 +108,7 @@ def entries_of(stages: Stages, calls: int) -> dict[str, Entry]:
 
 
 def row_major(weights: Tensor, rows: int, columns: int) -> Tensor:
-    """[E, rows, columns] of weights in the layer's tiles [E, row tiles, column tiles, rows, columns]; those in rows are as they are."""
+    """[E, rows, columns] of weights in tiles [E, row tiles, column tiles, rows, columns]; those in rows stay as they are."""
     if weights.dim() == 3:
         return weights
     whole = weights.transpose(2, 3).reshape(weights.shape[0], weights.shape[1] * weights.shape[3], -1)
