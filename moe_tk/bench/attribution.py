@@ -94,7 +94,7 @@ def entries_of(stages: Stages, calls: int) -> dict[str, Entry]:
     """What is timed, by the fields of Times; `calls` in a graph."""
     def graph(body: Any, before: Any = None) -> Entry:
         body()
-        return Entry(capture(body, calls).replay, calls, before)
+        return Entry(capture(body, calls).replay, calls, before, keep=body)
 
     whole = lambda: stages.launch(ALL)  # noqa: E731  leaves full counters and the tables behind
     entries = {
@@ -141,7 +141,7 @@ def plain_entries(stages: Stages, calls: int) -> dict[str, Entry]:
     entries = {}
     for name, body in bodies.items():
         body()
-        entries[name] = Entry(capture(body, calls).replay, calls)
+        entries[name] = Entry(capture(body, calls).replay, calls, keep=body)
     return entries
 
 
@@ -188,7 +188,7 @@ def sweep_movers(contender: Ours, batch: Batch, *, ranks: Ranks, clock: Clock, r
             for name, body in (("fused", lambda: stages.launch(ALL)), ("open_gather", lambda: stages.launch(OPEN | GATHER)),
                                ("pull", lambda: stages.without_tiles(GATHER))):
                 body()
-                entries[f"{name} {count}"] = Entry(capture(body, calls).replay, calls)
+                entries[f"{name} {count}"] = Entry(capture(body, calls).replay, calls, keep=body)
         stages.calls.mover_blocks = 0
         return entries
 

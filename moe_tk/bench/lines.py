@@ -54,7 +54,9 @@ class Result:
 
 def measure_line(contenders: list[Contender], results: dict[str, Result], batch: Batch, sample: Sample, *, ranks: Ranks,
                  options: Options, dtype: str, clock: Clock) -> None:
-    """Fills `results`. A contender that fails on any rank is out on all, and costs only itself."""
+    """Fills `results`. A contender that fails on any rank is out on all, and costs only itself. Results are checked before the
+    timing and after it: what was timed must have computed them."""
+    calls: dict[str, Call] = {}
     entries: dict[str, dict[str, Entry]] = {"graph": {}, "eager": {}}
     calls_per_sample = options.calls_per_sample(batch.tokens)
     for contender in contenders:
@@ -62,24 +64,25 @@ def measure_line(contenders: list[Contender], results: dict[str, Result], batch:
         call = _prepared(contender, result, batch, sample, ranks, dtype)
         if call is None:
             continue
+        calls[contender.name] = call
         graph = None
         if ranks.device.type == "cuda" and call.capturable:
             graph, why = ranks.failure(lambda call=call: capture(call.run, calls_per_sample), f"{contender.name}: capture")
             if why:
                 result.notes.append(f"not captured: {why}")
         if graph is not None:
-            entries["graph"][contender.name] = Entry(graph.replay, calls_per_sample)
+            entries["graph"][contender.name] = Entry(graph.replay, calls_per_sample, keep=call)
         if graph is None or options.eager:
             entries["eager"][contender.name] = Entry(_repeat(call.run, calls_per_sample), calls_per_sample, hide_launch=False)
+    for call in calls.values():
+        call.result.fill_(float("nan"))
     for kind, some in entries.items():
         _time(kind, some, results, ranks, options, clock)
     if options.sustained_s:
         _time_steady({**entries["eager"], **entries["graph"]}, results, ranks, options, clock)
     for contender in contenders:
         if results[contender.name].state == "ok":
-            _, why = ranks.failure(contender.finish, f"{contender.name}: finish")
-            if why:
-                results[contender.name].fail("failed", why)
+            _check(contender, results[contender.name], calls[contender.name], sample, ranks, dtype, "after timing")
 
 
 def _repeat(run: Callable[[], Any], calls: int) -> Callable[[], None]:
@@ -107,23 +110,31 @@ def _prepared(contender: Contender, result: Result, batch: Batch, sample: Sample
         result.fail("failed", why)
         return None
 
-    def check() -> tuple[float, float]:
-        call.run()
-        contender.finish()
-        return sample.squares(call.result)
-
-    squares, why = ranks.failure(check, f"{contender.name}: check")
+    _, why = ranks.failure(call.run, f"{contender.name}: first call")
     if why:
         result.fail("failed", why)
         return None
-    everyone = ranks.exchange(squares, f"{contender.name}: error")
+    return call if _check(contender, result, call, sample, ranks, dtype, "first call") else None
+
+
+def _check(contender: Contender, result: Result, call: Call, sample: Sample, ranks: Ranks, dtype: str, when: str) -> bool:
+    """Whether what the calls so far have written is right on all ranks; else the reason is in `result`."""
+    def squares() -> tuple[float, float]:
+        contender.finish()
+        return sample.squares(call.result)
+
+    mine, why = ranks.failure(squares, f"{contender.name}: {when}")
+    if why:
+        result.fail("failed", why)
+        return False
+    everyone = ranks.exchange(mine, f"{contender.name}: error")
     error, norm = (sum(values) ** 0.5 for values in zip(*everyone, strict=True))
     result.error = error / norm if norm else error
     budget = error_budget(dtype) * (1 if contender.ours else RIVAL_BUDGET)
     if not result.error <= budget:
-        result.fail("failed", f"wrong result: relative error {result.error:.3g}, wanted at most {budget:g}")
-        return None
-    return call
+        result.fail("failed", f"wrong result ({when}): relative error {result.error:.3g}, wanted at most {budget:g}")
+        return False
+    return True
 
 
 def error_budget(dtype: str) -> float:

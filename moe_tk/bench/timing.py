@@ -21,6 +21,7 @@ class Entry:
     calls: int = 1
     before: Body | None = None
     hide_launch: bool = True  # launched while the GPU is kept busy, so that no gap of the host is in the time
+    keep: Any = None          # what `run` uses without holding it: a CUDA graph holds no tensors
 
 
 class Clock(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import types
+import weakref
 
 import pytest
 import torch
@@ -88,6 +89,44 @@ def test_who_raises_is_out_alone(setting, fail_at, said):
     found = run([Fake("bad", good, fail_at=fail_at), Fake("good", good)], setting)
     assert found["bad"].state == "failed" and found["bad"].why == said
     assert found["good"].state == "ok" and found["good"].us
+
+
+def test_who_is_wrong_only_while_it_is_timed_is_found_out(setting):
+    good = right_answer(setting)
+
+    class Lazy(Fake):
+        def prepare(self, batch):
+            call = super().prepare(batch)
+            return Call(lambda: call.run() if self.runs < 1 else None, call.result)
+
+    found = run([Lazy("lazy", good), Fake("good", good)], setting)
+    assert found["lazy"].state == "failed" and "after timing" in found["lazy"].why and found["good"].state == "ok"
+
+
+def test_what_a_graph_reads_and_writes_lives_as_long_as_it(setting, monkeypatch):
+    """A CUDA graph holds no tensors: had the buffers of an earlier contender gone, its replays would write into other memory."""
+    good, alive = right_answer(setting), []
+
+    class Tensors(Fake):
+        def prepare(self, batch):
+            call = super().prepare(batch)
+            alive.append(weakref.ref(call.result))
+            return call
+
+    def capture(run, calls):
+        number = len(alive) - 1
+
+        def replay():
+            assert alive[number]() is not None
+            alive[number]().copy_(good)
+
+        return types.SimpleNamespace(replay=replay)
+
+    monkeypatch.setattr("moe_tk.bench.lines.capture", capture)
+    setting[3].device = types.SimpleNamespace(type="cuda")
+    found = run([Tensors("first", good), Tensors("second", good)], setting)
+    for name in ("first", "second"):
+        assert found[name].state == "ok" and found[name].us["graph"]["rounds"] == 2, found[name].why
 
 
 @pytest.mark.parametrize("mode", ["ep", "tp"])
