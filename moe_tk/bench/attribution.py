@@ -120,6 +120,8 @@ def plain_entries(stages: Stages, calls: int) -> dict[str, Entry]:
     from moe_tk.memory.nvlink_layout import ROW_BLOCKS
     from moe_tk.runtime import gemm
 
+    if stages.layer.dtype != torch.bfloat16:
+        raise NotAvailable("the plain GEMM is compared in bfloat16 only")
     stages.launch(ALL)
     stages.layer.synchronize()
     experts, own = stages.layer.num_local_experts, stages.calls

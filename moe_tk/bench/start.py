@@ -87,6 +87,7 @@ def _listen(receive: Any, say: Say) -> None:
 def join_ranks(options: Options, say: Say) -> list[dict[str, Any]] | None:
     import torch.distributed as dist
 
+    from moe_tk.bench.ranks import describe
     from moe_tk.bench.run import measure, own_device
 
     ours = not dist.is_initialized()
@@ -100,6 +101,10 @@ def join_ranks(options: Options, say: Say) -> list[dict[str, Any]] | None:
         build_modules(options)
         lines = measure(options, say if rank == 0 else lambda kind, what: None)
         return lines if rank == 0 else None
+    except RuntimeError as error:  # of CUDA or NCCL: nothing on this rank can go on
+        if options.debug:
+            raise
+        raise RankFailure(f"rank {dist.get_rank()} failed: {describe(error)}") from None
     finally:
         if ours:
             dist.destroy_process_group()
