@@ -18,7 +18,12 @@ SCHEMA = "moe_tk.bench_layer/1"
 def to_json(options: Options, environment: dict[str, Any], lines: list[dict[str, Any]], seconds: float) -> dict[str, Any]:
     """Times in microseconds of a call, median of the slower rank; sizes in bytes."""
     asked = {name: value for name, value in asdict(options).items() if name not in ("shapes", "numbers", "debug")}
-    asked |= {name: str(asked[name]) if asked[name] else None for name in ("json_path", "plot_path")}
+    paths = [path for path in (options.json_path, options.plot_path) if path]
+    asked |= {name: asked[name].name if asked[name] else None for name in ("json_path", "plot_path")}
+    command = environment["command"]
+    for path in paths:  # where the files went on that machine says nothing to a reader
+        command = command.replace(str(path), path.name)
+    environment = {**environment, "command": command}
     return {"schema": SCHEMA, "environment": environment, "machine_numbers": asdict(options.numbers), "arguments": asked,
             "seconds": round(seconds, 1), "complete": len(lines) == options.total_lines, "lines": lines}
 

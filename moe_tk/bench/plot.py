@@ -12,7 +12,7 @@ from moe_tk.bench.report import title_of
 from moe_tk.bench.run import time_of
 
 WIDTH, HEIGHT, COLUMNS = 420, 300, 2         # of a panel; panels in a row
-LEFT, RIGHT, TOP, BOTTOM = 56, 14, 30, 40    # of the axes in it
+LEFT, RIGHT, TOP, BOTTOM = 56, 22, 30, 40    # of the axes in it
 LEGEND = 34
 FONT = "Helvetica, Arial, sans-serif"
 OURS, RIVALS = ("#c1121f", "#7b2cbf", "#e07a00", "#0a6847"), ("#1d5fa8", "#2a9d8f", "#6b705c", "#8d5524")

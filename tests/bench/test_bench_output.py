@@ -49,8 +49,9 @@ def test_a_line_that_could_not_be_says_why():
 
 
 def test_json_has_environment_numbers_arguments_and_lines(tmp_path):
-    found = options("--shape", "seed", "--tokens", "64", "--mode", "ep")
-    record = to_json(found, environment(), [line()], 12.34)
+    found = options("--shape", "seed", "--tokens", "64", "--mode", "ep", "--json", str(tmp_path / "a.json"))
+    record = to_json(found, environment() | {"command": f"moe_tk bench layer --json {tmp_path / 'a.json'}"}, [line()], 12.34)
+    assert str(tmp_path) not in json.dumps(record) and record["environment"]["command"] == "moe_tk bench layer --json a.json"
     write_json(tmp_path / "a.json", record)
     again = json.loads((tmp_path / "a.json").read_text())
     assert again["schema"] == SCHEMA and again["complete"] is True and again["seconds"] == 12.3
