@@ -55,6 +55,7 @@ class row_sources {
                 ok = spin_until(c_.rows_posted(c_.rank, source), *c_.epoch_ptr, c_, {phase_id::dispatch, role_id::place, token, source});
                 kittens::fence_proxy_async();
             }
+            __syncwarp();  // what lane 0 has acquired holds for all lanes
             if (!__shfl_sync(0xffffffff, int(ok), 0)) return nullptr;
             ready_ |= 1u << source;
         }
