@@ -135,12 +135,15 @@ def session(rank: int = 1) -> NvlinkSession:
     return bare
 
 
-@pytest.mark.parametrize("reason, error, text", [
-    (REFUSED, PeerRefused, "rank 0 refused"), (CAPACITY, CapacityError, "rank 0 had 600 tokens, more than max_tokens_per_rank=512"),
-    (DISAGREE, MoETkError, "rank 0 made another one")])
-def test_void_calls_raise_once_and_leave_the_session_usable(reason, error, text):
+TOO_MANY = "rank 0 had 600 tokens, more than max_tokens_per_rank=512"
+
+
+@pytest.mark.parametrize("reason, tokens, error, text", [
+    (REFUSED, 0, PeerRefused, "rank 0 refused"), (CAPACITY, 600, CapacityError, TOO_MANY), (REFUSED, 600, CapacityError, TOO_MANY),
+    (DISAGREE, 600, MoETkError, "rank 0 made another one")])
+def test_void_calls_raise_once_and_leave_the_session_usable(reason, tokens, error, text):
     s = session()
-    s._mail[1:4] = reason, 0, 600
+    s._mail[1:4] = reason, 0, tokens
     with pytest.raises(error, match=text):
         s.check("moe_layer", 1.0)
     s.check("moe_layer", 1.0)
@@ -192,6 +195,7 @@ def bare_layer(device: str) -> CudaMoELayer:
     layer = CudaMoELayer.__new__(CudaMoELayer)
     layer._calls, layer.device, layer.dtype = SimpleNamespace(w13=object()), torch.device(device), torch.bfloat16
     layer.hidden_size, layer.top_k, layer.max_tokens_per_rank = 64, 2, 16
+    layer.group = SimpleNamespace(rank=1, world=2)
     return layer
 
 
@@ -206,7 +210,7 @@ def arguments(tokens: int = 8) -> list[torch.Tensor]:
     ("cpu", lambda x, ids, w: (x, ids[:, :1], w), ArgumentError, "topk_ids has shape"),
     ("cpu", lambda x, ids, w: (x, ids, w, x[:, ::2].repeat(1, 2)[1:]), ArgumentError, "out has shape"),
     ("cpu", lambda x, ids, w: (x, ids, w, x.T.contiguous().T), ArgumentError, "out has strides"),
-    ("cpu", lambda x, ids, w: (*arguments(17), None), ArgumentError, "17 tokens, more than max_tokens_per_rank=16"),
+    ("cpu", lambda x, ids, w: (*arguments(17), None), CapacityError, "rank 1 had 17 tokens, more than max_tokens_per_rank=16"),
     ("cpu", lambda x, ids, w: (x.requires_grad_(), ids, w), ArgumentError, "forward pass only")])
 def test_arguments_of_a_call_are_checked(device, change, error, text):
     changed = list(change(*arguments()))
