@@ -125,7 +125,8 @@ def fails_in_set_up_on_gpu(rank: int, world: int, place: str, culprit: int) -> l
         raise RuntimeError(f"boom in {place}")
 
     patches = {"build": (nvlink_session, "nvlink_module"), "segment": (symmetric, "empty"),
-               "local": (nvlink.NvlinkWorkspace, "_allocate_local"), "bind": (nvlink.NvlinkWorkspace, "fields"), "pipe": (watch.os, "pipe")}
+               "local": (nvlink.NvlinkWorkspace, "_allocate_local"), "bind": (nvlink.NvlinkWorkspace, "fields"),
+               "pipe": (watch.os, "pipe")}
     owner, name = patches[place]
     before = getattr(owner, name)
     if rank == culprit:

@@ -70,8 +70,8 @@ GPU_PLACES = {  # step, class; whether the failed rank says the same as the othe
 @pytest.mark.parametrize("place", GPU_PLACES)
 @pytest.mark.parametrize("backend", [cuda(world=2)])
 def test_sym_09_a_rank_that_fails_in_set_up_on_a_gpu_is_named_by_all(run_ranks, backend, place):
-    """The same on the CUDA back end: in each step of the set-up all ranks end at once, and the next layer can be made and called. Not
-    in the mapping itself, which is a collective of torch's own."""
+    """The same on the CUDA back end: in each step of the set-up all ranks end at once, and the next layer can be made and called.
+    Not in the mapping itself, which is a collective of torch's own."""
     step, kind, same = GPU_PLACES[place]
     for rank, ((error, text, seconds), second) in enumerate(run_ranks(2, fails_in_set_up_on_gpu, place, 1, backend=backend)):
         assert seconds < 3.0 and second[0] == "none", (text, second)
