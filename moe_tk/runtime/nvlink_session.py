@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -41,6 +42,11 @@ def too_many_tokens(op: str, rank: int, num_tokens: int, limit: int) -> Capacity
                          f"computed; make the layer with max_tokens_per_rank >= {num_tokens}.")
 
 
+def note_lost(mail: Any, rank: int) -> None:
+    """Tells the kernels, by the mailbox (int32), that the process of a rank is gone."""
+    mail[LOST_LOW + rank // 32] |= 1 << rank % 32 if rank % 32 < 31 else -(1 << 31)
+
+
 def usable_sms(sms: int, reserve_sms: int) -> int:
     """Blocks of a launch: whole clusters of 8, of which one builds the tables and at least one exports rows."""
     if sms - reserve_sms < 16:
@@ -66,7 +72,8 @@ class NvlinkSession:
                 self.num_sms = usable_sms(torch.cuda.get_device_properties(device).multi_processor_count, reserve_sms)
                 self.native = nvlink_module().Workspace(self.workspace.fields(self.num_sms))
         self._mail = self.workspace.mailbox.numpy()
-        self.watch = LivenessWatch(group, self._note_lost, timeout_s=timeout_s)
+        # Not a method: the watch's thread would keep this session, and its memory, for ever.
+        self.watch = LivenessWatch(group, partial(note_lost, self._mail), timeout_s=timeout_s)
         group.gather(None, timeout_s=timeout_s, step="workspace: all ranks are ready")  # kernels are loaded everywhere
         _live.add(self)
 
@@ -74,9 +81,6 @@ class NvlinkSession:
         """Ordinal of a new layer on this session; layers are made in the same order on all ranks."""
         self.num_layers += 1
         return self.num_layers
-
-    def _note_lost(self, rank: int) -> None:
-        self._mail[LOST_LOW + rank // 32] |= 1 << rank % 32 if rank % 32 < 31 else -(1 << 31)
 
     @contextmanager
     def one_call(self, op: str, timeout_s: float) -> Iterator[None]:

@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ ODD = Case(256, 3, 31, (256, 100), hidden=520, inter=136)  # experts that do not
 
 
 def loaded(case: Case, ranks: Ranks, **options) -> tuple[moe_tk.MoELayer, Data]:
+    """The layer of a case with its weights; options of the case or of the layer."""
+    case = replace(case, **{name: options.pop(name) for name in list(options) if hasattr(case, name)})
     layer, data = case.layer(ranks, **options), Data(case, ranks)
     data.load(layer)
     return layer, data

@@ -60,7 +60,7 @@ def test_any_layer_in_one_process(nothing_left):
     check()
 
 
-@pytest.mark.parametrize("backend, world, examples", [("cpu", 2, 40), ("cpu", 3, 25), cuda(1, 40, world=1), cuda(2, 40, world=2)])
+@pytest.mark.parametrize("backend, world, examples", [("cpu", 2, 40), ("cpu", 3, 25), cuda(1, 20, world=1), cuda(2, 20, world=2)])
 def test_any_layer_over_ranks(run_ranks, backend, world, examples):
     # Device time is dear: what fails on a GPU is not made smaller.
     more = {} if backend == "cpu" else {"phases": [Phase.generate], "derandomize": True, "database": None}

@@ -38,7 +38,7 @@ from moe_tk.runtime.arch import parse_arch
 from moe_tk.runtime.cuda_toolkit import choose_toolkit, find_toolkits, torch_cuda_version
 from moe_tk.runtime.launch import SWIGLU, Activation
 from moe_tk.runtime.nvlink_layer import NvlinkLayer, engine_weights, one_limit
-from moe_tk.runtime.nvlink_session import CAPACITY, DISAGREE, RECORD, RECORDS_OFFSET, REFUSED, NvlinkSession, usable_sms
+from moe_tk.runtime.nvlink_session import CAPACITY, DISAGREE, RECORD, RECORDS_OFFSET, REFUSED, NvlinkSession, note_lost, usable_sms
 
 SIZES = dict(num_experts=64, top_k=8, hidden_size=4096, intermediate_size=3072, max_tokens_per_rank=8192)
 
@@ -159,7 +159,7 @@ def test_the_rank_that_refused_has_raised_already():
 @pytest.mark.parametrize("rank", [0, 1, 30, 31])
 def test_lost_ranks_are_bits_of_the_mailbox(rank):
     s = session()
-    s._note_lost(rank)
+    note_lost(s._mail, rank)
     assert s._mail[4:6].view(np.uint64)[0] == 1 << rank
 
 
