@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import threading
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +26,7 @@ from moe_tk.errors import (
     PeerRefused,
     TopologyError,
 )
+from moe_tk.group import SINGLE
 from moe_tk.layer import layer_class
 from moe_tk.memory.layout import ALIGNMENT, CONTROL_BYTES
 from moe_tk.memory.nvlink_layout import (
@@ -34,6 +38,7 @@ from moe_tk.memory.nvlink_layout import (
     symmetric_items,
     table_items,
 )
+from moe_tk.runtime import nvlink_session
 from moe_tk.runtime.arch import parse_arch
 from moe_tk.runtime.cuda_toolkit import choose_toolkit, find_toolkits, torch_cuda_version
 from moe_tk.runtime.launch import SWIGLU, Activation
@@ -167,6 +172,24 @@ def test_the_rank_that_refused_has_raised_already():
     s = session(rank=0)
     s._mail[1:4] = REFUSED, 0, 0
     s.check("moe_layer", 1.0)
+
+
+def test_sym_08_a_session_goes_when_no_layer_holds_it(monkeypatch):
+    """Its watch runs on in a thread until it is closed, and must not keep the session and its memory alive."""
+    workspace = SimpleNamespace(mailbox=torch.zeros(8, dtype=torch.int32), fields=lambda num_sms: {})
+    monkeypatch.setattr(nvlink_session, "NvlinkWorkspace", lambda *arguments, **named: workspace)
+    monkeypatch.setattr(nvlink_session, "nvlink_module", lambda: SimpleNamespace(Workspace=lambda fields: object()))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    made = NvlinkSession(SINGLE, geometry(world=1), device=torch.device("cuda", 0), generation=1, reserve_sms=0, timeout_s=5.0)
+    there, watch = weakref.ref(made), made.watch
+    try:
+        assert made.num_sms == 132
+        del made
+        gc.collect()
+        assert there() is None
+    finally:
+        watch.close()
 
 
 @pytest.mark.parametrize("rank", [0, 1, 30, 31])
