@@ -89,9 +89,10 @@ class NvlinkLayer:
         fields = self._fields(variant, segments, signature, hidden, ids, weights, out)
         self.session.run(fields, stages=stages, timeout_s=self.timeout_s)
 
-    def refuse(self, signature: int) -> None:
-        """Tells the other ranks that this one does not make the call; they get PeerRefused."""
-        self.session.run(self._fields(0, 1, signature), stages=OPEN, timeout_s=self.timeout_s)
+    def refuse(self, signature: int, *, num_tokens: int = 0) -> None:
+        """Tells the other ranks that this one does not make the call; they get PeerRefused, or CapacityError when num_tokens are
+        more than the buffers hold."""
+        self.session.run({**self._fields(0, 1, signature), "num_tokens": num_tokens}, stages=OPEN, timeout_s=self.timeout_s)
 
     def _fields(self, variant: int, segments: int, signature: int, hidden: Tensor | None = None, ids: Tensor | None = None,
                 weights: Tensor | None = None, out: Tensor | None = None) -> dict[str, Any]:
