@@ -104,6 +104,7 @@ __device__ __forceinline__ bool combine_job(const call_view &c, const combine_pa
         ok = spin_until(p.l2_done + block, uint32_t(p.col_blocks), c, {phase_id::combine, role_id::combine, block, c.rank});
     }
     if (!__all_sync(0xffffffff, ok)) return false;
+    stamp_lap_warp(stamp_kind::combine_wait, row);
     const bf16 *from = slot >= 0 ? p.expert_out + int64_t(slot) * c.hidden : nullptr;
     sum_rows(from, weight, slice_of(slice, slices, c.hidden), c.plane<bf16>(source, c.rank, token));
     // ORDER chunk_combined: the lanes' stores, fence.sys, the election's acq_rel, then the last one's st.release.sys;
@@ -118,6 +119,7 @@ __device__ __forceinline__ bool combine_job(const call_view &c, const combine_pa
             store_release_sys(c.combined(source, c.rank, chunk), epoch);
         }
     }
+    stamp_lap_warp(stamp_kind::combine, row);
     return true;
 }
 
@@ -136,11 +138,14 @@ __device__ __forceinline__ void reduce_token(const call_view &c, const combine_p
     // A rank that gave up raised this flag before any later release of its own, so a wait that succeeded since sees it.
     ok = ok && load_relaxed_sys(&c.control(c.rank)->abort_flag) == 0;
     if (!__all_sync(0xffffffff, ok)) return fill_nan(to, columns);
+    stamp_lap_warp(stamp_kind::reduce_wait, token);
     sum_rows(owes ? c.plane<bf16>(c.rank, lane, token) : nullptr, 1.0f, columns, to);
+    stamp_lap_warp(stamp_kind::reduce, token);
 }
 
 // Jobs in the order in which they become ready, then this rank's own tokens. Dispensed, so that any number of warps helps.
 __device__ __forceinline__ void combine_and_reduce(const call_view &c, const combine_params &p) {
+    stamp_restart();
     const uint32_t epoch = *c.epoch_ptr;
     const int num_jobs = __ldg(p.counts + COUNT_JOBS), job_slices = slices_of(num_jobs, c.hidden);
     // A gather that gave up has left rows unwritten: nothing made of them may reach another rank.

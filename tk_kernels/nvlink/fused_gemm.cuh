@@ -36,6 +36,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
     auto &s = *reinterpret_cast<gather_shared<Cfg> *>(dynamic_shared);
     const int warp = kittens::warpid(), rank = Cfg::CLUSTER == 1 ? 0 : kittens::cluster_ctarank();
     const int num_k_blocks = kittens::ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
+    stamps_begin(g.gate.call, stamp_kernel::gather_gemm);
     if (threadIdx.x == 0) {
         init_pull(s.pull);
         init_semaphores<Cfg>(s.gemm);
@@ -72,6 +73,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
     auto &s = *reinterpret_cast<gemm_shared<Cfg, bf16> *>(dynamic_shared);
     const int warp = kittens::warpid(), rank = Cfg::CLUSTER == 1 ? 0 : kittens::cluster_ctarank();
     const int num_k_blocks = kittens::ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
+    stamps_begin(c, stamp_kernel::gemm_scatter);
     if (threadIdx.x == 0) init_semaphores<Cfg>(s);
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
     else __syncthreads();

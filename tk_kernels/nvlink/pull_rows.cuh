@@ -46,6 +46,7 @@ class row_puller {
             next = take();
             const bf16 *from = find(row);
             if (from == nullptr) break;
+            stamp_restart();
             s_.slot_of[number % S::ROWS][lane_] = lane_ < c_.top_k ? __ldg(p_.slots + int64_t(row) * c_.top_k + lane_) : -1;
             for (int part = 0; part < per_row_; ++part, ++loaded) {
                 if (loaded >= S::PIECES) {
@@ -56,10 +57,12 @@ class row_puller {
                 if (lane_ == 0) load(loaded, from, part);
                 if (loaded >= S::LOADS) store(loaded - S::LOADS);
             }
+            stamp_lap_warp(stamp_kind::move, row);
         }
         for (int piece = max(0, loaded - S::LOADS); piece < loaded; ++piece) store(piece);
         kittens::tma::store_async_wait<0>();
         for (int piece = max(0, loaded - S::PIECES); piece < loaded; ++piece) retire(piece);
+        stamp_lap_warp(stamp_kind::drain, number);
     }
 
   private:
@@ -86,6 +89,7 @@ class row_puller {
             }
             if (!__shfl_sync(0xffffffff, int(ok), 0)) return nullptr;
             ready_ |= 1ull << source;
+            stamp_lap_warp(stamp_kind::source_wait, source);
         }
         return c_.row<const bf16>(source, token);
     }
@@ -110,6 +114,7 @@ class row_puller {
         if (piece % per_row_ != per_row_ - 1) return;
         const int slot = s_.slot_of[piece / per_row_ % S::ROWS][lane_];
         if (slot >= 0) add_release_gpu(p_.arrived + slot / p_.row_block, 1u);
+        stamp_moment(stamp_kind::placed, piece / per_row_);
     }
 
     const call_view &c_;

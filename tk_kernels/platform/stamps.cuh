@@ -1,0 +1,151 @@
+// Stamps: who did what when inside the kernels. Nothing at all unless the module is compiled with -DMOE_TK_TRACE.
+//
+// Each warp of each block is one writer with a region of records of its own: no atomics, one counter in shared memory. A writer
+// says what it has been doing since it last spoke ("lap"), so its laps tile its life without gaps. moe_tk.trace reads them.
+#pragma once
+
+#include <cstdint>
+
+namespace moe_tk {
+
+enum class stamp_kind : uint32_t {  // moe_tk.trace.kinds names the same, in the same order
+    none,
+    launch_wait,                                                        // for the launch before this one
+    open_zero, open_send, open_headers, open_count, open_groups, open_pairs, open_marks, open_tasks, open_orders,  // open_call: tables
+    open_export, open_close,                                            // open_call: rows; epoch
+    gate, load,                                                         // loader
+    input_wait, multiply, emit, skip,                                   // consumer
+    output_wait, store, push,                                           // storer
+    source_wait, move, placed, drain,                                   // mover; `placed` has no length
+    combine_wait, combine, reduce_wait, reduce                          // whoever combines
+};
+enum class stamp_kernel : uint32_t { open_call, gather_gemm, gemm_scatter };
+constexpr int STAMP_KERNELS = 3, STAMP_WRITERS = 12;  // writers of a block: the warps of a GEMM's block; the first of open_call's
+
+struct stamp_header {     // one per writer
+    uint64_t begin_ns;    // %globaltimer and %clock of its multiprocessor when the block began
+    uint32_t begin_clock;
+    uint32_t count;       // laps; those beyond the capacity are counted and not kept
+};
+struct stamp_record {
+    uint32_t begin_clock, end_clock;
+    uint32_t end_ns;      // low half of %globaltimer: coarse, so the reader fits the clock to it
+    uint32_t what;        // kind << 24 | detail
+};
+static_assert(sizeof(stamp_header) == 16 && sizeof(stamp_record) == 16);
+
+struct stamp_buffer {      // [STAMP_KERNELS, blocks, STAMP_WRITERS] headers, each with `capacity` records
+    stamp_header *headers;
+    stamp_record *records;
+    uint32_t blocks, capacity;
+};
+
+// The detail of a tile: 16 bits of row block, 8 of column block.
+template <class Task> __device__ __forceinline__ uint32_t stamp_tile(const Task &t) {
+    return uint32_t(t.row_block) << 8 | uint32_t(t.col_block & 0xff);
+}
+
+#ifdef MOE_TK_TRACE
+
+struct stamp_state {       // of one block, in shared memory
+    stamp_header *header;  // of writer 0; nullptr: nobody writes
+    stamp_record *record;
+    uint32_t capacity, count[STAMP_WRITERS], last_clock[STAMP_WRITERS];
+};
+__device__ __forceinline__ stamp_state &stamps() {
+    __shared__ stamp_state state;
+    return state;
+}
+__device__ __forceinline__ uint32_t stamp_clock() {
+    uint32_t clock;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(clock)::"memory");
+    return clock;
+}
+__device__ __forceinline__ uint64_t stamp_ns() {
+    uint64_t now;
+    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
+    return now;
+}
+
+// All threads of a block, before its first __syncthreads().
+template <class Call> __device__ __forceinline__ void stamps_begin(const Call &call, stamp_kernel kernel) {
+    const stamp_buffer &buffer = call.stamps;
+    const uint32_t writer = threadIdx.x / 32, first = (uint32_t(kernel) * buffer.blocks + blockIdx.x) * STAMP_WRITERS;
+    const bool writes = buffer.headers != nullptr && blockIdx.x < buffer.blocks;
+    if (threadIdx.x % 32 != 0 || writer >= STAMP_WRITERS) return;
+    stamp_state &s = stamps();
+    const uint32_t clock = stamp_clock();
+    s.count[writer] = 0, s.last_clock[writer] = clock;
+    if (writer == 0) {
+        s.header = writes ? buffer.headers + first : nullptr;
+        s.record = buffer.records + size_t(first) * buffer.capacity;
+        s.capacity = buffer.capacity;
+    }
+    if (writes) buffer.headers[first + writer] = {stamp_ns(), clock, 0};
+}
+// One thread of a warp at a time: what its warp has been doing since its last lap.
+__device__ __forceinline__ void stamp_lap(stamp_kind kind, uint32_t detail) {
+    stamp_state &s = stamps();
+    const uint32_t writer = threadIdx.x / 32, clock = stamp_clock(), index = s.count[writer];
+    if (s.header == nullptr || writer >= STAMP_WRITERS) return;
+    if (index < s.capacity)
+        s.record[size_t(writer) * s.capacity + index] = {s.last_clock[writer], clock, uint32_t(stamp_ns()),
+                                                         uint32_t(kind) << 24 | (detail & 0xffffffu)};
+    s.header[writer].count = index + 1;
+    s.count[writer] = index + 1;
+    s.last_clock[writer] = clock;
+}
+// Whole warps: lane 0 writes.
+__device__ __forceinline__ void stamp_lap_warp(stamp_kind kind, uint32_t detail) {
+    if (threadIdx.x % 32 == 0) stamp_lap(kind, detail);
+    __syncwarp();
+}
+// Whole warpgroups: thread 0 writes.
+__device__ __forceinline__ void stamp_lap_group(stamp_kind kind, uint32_t detail) {
+    if (threadIdx.x % 128 == 0) stamp_lap(kind, detail);
+    __syncwarp();
+}
+// Thread 0 of the block writes.
+__device__ __forceinline__ void stamp_lap_block(stamp_kind kind, uint32_t detail = 0) {
+    if (threadIdx.x == 0) stamp_lap(kind, detail);
+    __syncwarp();
+}
+// Waits for a phase that the caller waits for next, so that the waiting is a lap of its own.
+template <class Semaphore> __device__ __forceinline__ void stamp_arrival(stamp_kind kind, Semaphore &arrived, int phase, uint32_t detail) {
+    wait(arrived, phase);
+    stamp_lap(kind, detail);
+}
+template <class Semaphore>
+__device__ __forceinline__ void stamp_arrival_group(stamp_kind kind, Semaphore &arrived, int phase, uint32_t detail) {
+    wait(arrived, phase);
+    stamp_lap_group(kind, detail);
+}
+// A lap that has no length, at this moment; the current one goes on.
+__device__ __forceinline__ void stamp_moment(stamp_kind kind, uint32_t detail) {
+    if (threadIdx.x % 32 != 0) return;
+    const uint32_t writer = threadIdx.x / 32, last = stamps().last_clock[writer];
+    stamps().last_clock[writer] = stamp_clock();
+    stamp_lap(kind, detail);
+    stamps().last_clock[writer] = last;
+}
+// Whole warps: what was since the last lap belongs to no kind.
+__device__ __forceinline__ void stamp_restart() {
+    if (threadIdx.x % 32 == 0 && threadIdx.x / 32 < STAMP_WRITERS) stamps().last_clock[threadIdx.x / 32] = stamp_clock();
+    __syncwarp();
+}
+
+#else
+
+template <class Call> __device__ __forceinline__ void stamps_begin(const Call &, stamp_kernel) {}
+__device__ __forceinline__ void stamp_lap(stamp_kind, uint32_t) {}
+__device__ __forceinline__ void stamp_lap_warp(stamp_kind, uint32_t) {}
+__device__ __forceinline__ void stamp_lap_group(stamp_kind, uint32_t) {}
+__device__ __forceinline__ void stamp_lap_block(stamp_kind, uint32_t = 0) {}
+template <class Semaphore> __device__ __forceinline__ void stamp_arrival(stamp_kind, Semaphore &, int, uint32_t) {}
+template <class Semaphore> __device__ __forceinline__ void stamp_arrival_group(stamp_kind, Semaphore &, int, uint32_t) {}
+__device__ __forceinline__ void stamp_moment(stamp_kind, uint32_t) {}
+__device__ __forceinline__ void stamp_restart() {}
+
+#endif
+
+}  // namespace moe_tk
