@@ -53,6 +53,9 @@ template <class Cfg, class Out> struct gemm_shared {
     sv_fl<Cfg::SCALED ? Cfg::BLOCK_M : 4> token_scales[Cfg::SCALED ? Cfg::STAGES : 1];
     semaphore inputs_arrived[Cfg::STAGES], inputs_finished[Cfg::STAGES];
     semaphore outputs_arrived[Cfg::CONSUMER_WGS][Cfg::OUT_STAGES], outputs_finished[Cfg::CONSUMER_WGS][Cfg::OUT_STAGES];
+#ifdef MOE_TK_TRACE
+    stamp_room stamps;  // last
+#endif
 };
 
 // Dynamic shared memory of a launch.

@@ -20,6 +20,9 @@ template <class Base> struct fused_config : Base {
 template <class Cfg> struct gather_shared {
     gemm_shared<Cfg, bf16> gemm;
     pull_shared pull;
+#ifdef MOE_TK_TRACE
+    stamp_room stamps;  // last
+#endif
 };
 template <class Cfg> constexpr int gather_shared_bytes() {
     static_assert(sizeof(gather_shared<Cfg>) <= kittens::MAX_SHARED_MEMORY, "stages, outputs and the mover's ring exceed shared memory");

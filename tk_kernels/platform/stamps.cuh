@@ -47,14 +47,19 @@ template <class Task> __device__ __forceinline__ uint32_t stamp_tile(const Task 
 
 #ifdef MOE_TK_TRACE
 
+struct alignas(16) stamp_room { uint8_t bytes[128]; };
 struct stamp_state {       // of one block, in shared memory
     stamp_header *header;  // of writer 0; nullptr: nobody writes
     stamp_record *record;
     uint32_t capacity, count[STAMP_WRITERS], last_clock[STAMP_WRITERS];
 };
+static_assert(sizeof(stamp_state) <= sizeof(stamp_room));
+// In the last bytes of the launch's shared memory: whoever sizes that has a stamp_room at its end, or padding behind one.
 __device__ __forceinline__ stamp_state &stamps() {
-    __shared__ stamp_state state;
-    return state;
+    extern __shared__ __align__(16) uint8_t stamps_dynamic_shared[];
+    uint32_t bytes;
+    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
+    return *reinterpret_cast<stamp_state *>(stamps_dynamic_shared + bytes - sizeof(stamp_room));
 }
 __device__ __forceinline__ uint32_t stamp_clock() {
     uint32_t clock;
