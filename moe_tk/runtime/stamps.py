@@ -14,8 +14,9 @@ from moe_tk.memory.nvlink import NvlinkHeap
 KERNELS, WRITERS = 3, 12  # stamps.cuh STAMP_KERNELS, STAMP_WRITERS
 CAPACITY = 1024           # laps of one writer; those beyond it are counted and lost
 CLOCK_ROUNDS = 300
+CLOCK_BYTES = 4096        # clock_sync.cuh clock_words
 HEADER = np.dtype([("begin_ns", "<u8"), ("begin_clock", "<u4"), ("count", "<u4")])
-RECORD = np.dtype([("begin_clock", "<u4"), ("end_clock", "<u4"), ("end_ns", "<u4"), ("what", "<u4")])
+RECORD = np.dtype([("begin_ns", "<u4"), ("end_ns", "<u4"), ("end_clock", "<u4"), ("what", "<u4")])
 
 
 class StampBuffer:
@@ -28,7 +29,9 @@ class StampBuffer:
         writers = KERNELS * num_sms * WRITERS
         self._headers = torch.zeros(writers, HEADER.itemsize, dtype=torch.uint8, device=device)
         self._records = torch.empty(writers, capacity, RECORD.itemsize, dtype=torch.uint8, device=device)
-        self._clock = NvlinkHeap(group, 4096, device=device, tag="clocks of a trace", timeout_s=timeout_s) if group.world > 1 else None
+        self._clock = None
+        if group.world > 1:
+            self._clock = NvlinkHeap(group, CLOCK_BYTES, device=device, tag="clocks of a trace", timeout_s=timeout_s)
         self._round = 1
 
     @property

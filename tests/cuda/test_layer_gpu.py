@@ -16,7 +16,8 @@ WORLDS = [pytest.param(1, marks=one_gpu), pytest.param(2, marks=two_gpus)]
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("check", ["tables", "layer_against_reference", "back_to_back", "graphs", "streams_and_devices"])
+@pytest.mark.parametrize("check", ["tables", "layer_against_reference", "back_to_back", "graphs", "streams_and_devices",
+                                   "traced_layer"])
 def test_check_on_every_rank(check, world):
     if world == 1 and check == "streams_and_devices":
         pytest.skip("needs a second device to be the current one")

@@ -16,21 +16,21 @@ enum class stamp_kind : uint32_t {  // moe_tk.trace.kinds names the same, in the
     gate, load,                                                         // loader
     input_wait, multiply, emit, skip,                                   // consumer
     output_wait, store, push,                                           // storer
-    source_wait, move, placed, drain,                                   // mover; `placed` has no length
+    source_wait, move, placed, drain,                                   // mover; of `placed` the end counts
     combine_wait, combine, reduce_wait, reduce                          // whoever combines
 };
 enum class stamp_kernel : uint32_t { open_call, gather_gemm, gemm_scatter };
 constexpr int STAMP_KERNELS = 3, STAMP_WRITERS = 12;  // writers of a block: the warps of a GEMM's block; the first of open_call's
 
 struct stamp_header {     // one per writer
-    uint64_t begin_ns;    // %globaltimer and %clock of its multiprocessor when the block began
-    uint32_t begin_clock;
+    uint64_t begin_ns;    // %globaltimer when the block began: ticks every 32 ns on H200, the same on all multiprocessors
+    uint32_t begin_clock; // %clock then: cycles of its multiprocessor
     uint32_t count;       // laps; those beyond the capacity are counted and not kept
 };
 struct stamp_record {
-    uint32_t begin_clock, end_clock;
-    uint32_t end_ns;      // low half of %globaltimer: coarse, so the reader fits the clock to it
-    uint32_t what;        // kind << 24 | detail
+    uint32_t begin_ns, end_ns;  // low halves
+    uint32_t end_clock;         // for the rate at which the multiprocessor ran
+    uint32_t what;              // kind << 24 | detail
 };
 static_assert(sizeof(stamp_header) == 16 && sizeof(stamp_record) == 16);
 
@@ -51,7 +51,7 @@ struct alignas(16) stamp_room { uint8_t bytes[128]; };
 struct stamp_state {       // of one block, in shared memory
     stamp_header *header;  // of writer 0; nullptr: nobody writes
     stamp_record *record;
-    uint32_t capacity, count[STAMP_WRITERS], last_clock[STAMP_WRITERS];
+    uint32_t capacity, count[STAMP_WRITERS], last_ns[STAMP_WRITERS];
 };
 static_assert(sizeof(stamp_state) <= sizeof(stamp_room));
 // In the last bytes of the launch's shared memory: whoever sizes that has a stamp_room at its end, or padding behind one.
@@ -79,26 +79,27 @@ template <class Call> __device__ __forceinline__ void stamps_begin(const Call &c
     const bool writes = buffer.headers != nullptr && blockIdx.x < buffer.blocks;
     if (threadIdx.x % 32 != 0 || writer >= STAMP_WRITERS) return;
     stamp_state &s = stamps();
-    const uint32_t clock = stamp_clock();
-    s.count[writer] = 0, s.last_clock[writer] = clock;
+    const uint64_t now = stamp_ns();
+    s.count[writer] = 0, s.last_ns[writer] = uint32_t(now);
     if (writer == 0) {
         s.header = writes ? buffer.headers + first : nullptr;
         s.record = buffer.records + size_t(first) * buffer.capacity;
         s.capacity = buffer.capacity;
     }
-    if (writes) buffer.headers[first + writer] = {stamp_ns(), clock, 0};
+    if (writes) buffer.headers[first + writer] = {now, stamp_clock(), 0};
 }
 // One thread of a warp at a time: what its warp has been doing since its last lap.
 __device__ __forceinline__ void stamp_lap(stamp_kind kind, uint32_t detail) {
     stamp_state &s = stamps();
-    const uint32_t writer = threadIdx.x / 32, clock = stamp_clock(), index = s.count[writer];
+    const uint32_t writer = threadIdx.x / 32, now = uint32_t(stamp_ns());
     if (s.header == nullptr || writer >= STAMP_WRITERS) return;
+    const uint32_t index = s.count[writer];
     if (index < s.capacity)
-        s.record[size_t(writer) * s.capacity + index] = {s.last_clock[writer], clock, uint32_t(stamp_ns()),
+        s.record[size_t(writer) * s.capacity + index] = {s.last_ns[writer], now, stamp_clock(),
                                                          uint32_t(kind) << 24 | (detail & 0xffffffu)};
     s.header[writer].count = index + 1;
     s.count[writer] = index + 1;
-    s.last_clock[writer] = clock;
+    s.last_ns[writer] = now;
 }
 // Whole warps: lane 0 writes.
 __device__ __forceinline__ void stamp_lap_warp(stamp_kind kind, uint32_t detail) {
@@ -125,17 +126,16 @@ __device__ __forceinline__ void stamp_arrival_group(stamp_kind kind, Semaphore &
     wait(arrived, phase);
     stamp_lap_group(kind, detail);
 }
-// A lap that has no length, at this moment; the current one goes on.
+// A lap of which only the end counts; the current one goes on.
 __device__ __forceinline__ void stamp_moment(stamp_kind kind, uint32_t detail) {
     if (threadIdx.x % 32 != 0) return;
-    const uint32_t writer = threadIdx.x / 32, last = stamps().last_clock[writer];
-    stamps().last_clock[writer] = stamp_clock();
+    const uint32_t writer = threadIdx.x / 32, last = stamps().last_ns[writer];
     stamp_lap(kind, detail);
-    stamps().last_clock[writer] = last;
+    stamps().last_ns[writer] = last;
 }
 // Whole warps: what was since the last lap belongs to no kind.
 __device__ __forceinline__ void stamp_restart() {
-    if (threadIdx.x % 32 == 0 && threadIdx.x / 32 < STAMP_WRITERS) stamps().last_clock[threadIdx.x / 32] = stamp_clock();
+    if (threadIdx.x % 32 == 0 && threadIdx.x / 32 < STAMP_WRITERS) stamps().last_ns[threadIdx.x / 32] = uint32_t(stamp_ns());
     __syncwarp();
 }
 
