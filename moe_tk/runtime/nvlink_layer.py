@@ -15,6 +15,7 @@ from moe_tk.runtime.launch import Activation
 from moe_tk.runtime.nvlink_session import GATHER, NVLINK_SESSIONS, OPEN, SCATTER
 
 INTERLEAVE = 8        # swiglu_epilogue: gate and up rows alternate in groups of 8
+DEFAULT_PASSES = 4    # over the columns of GEMM 2
 LARGE_TILE_ROWS = 96  # mean rows of an expert from which row blocks of 128 are used
 
 
@@ -47,12 +48,12 @@ class NvlinkLayer:
 
     def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, activation: Activation,
                  weights_before_l2: bool, timeout_s: float, segments: int | None = None, row_block: int | None = None,
-                 reserve_sms: int = 0, traced: bool = False) -> None:
+                 reserve_sms: int = 0, passes: int | None = None, traced: bool = False) -> None:
         """A collective. row_block None = chosen by the size of each call; segments None = 1: measured on two H200, the padding of
         more segments cost more time in the GEMMs than the earlier return of the results saved."""
         self.geometry, self.device, self.timeout_s = geometry, device, timeout_s
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
-        self.segments, self.row_block = segments, row_block
+        self.segments, self.row_block, self.passes = segments, row_block, passes
         self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms, traced=traced)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
@@ -89,5 +90,6 @@ class NvlinkLayer:
                 "num_tokens": 0 if hidden is None else hidden.shape[0], "refused": hidden is None,
                 "ids_are_64": ids is not None and ids.dtype == torch.int64,
                 "weights_are_bf16": weights is not None and weights.dtype == torch.bfloat16, "variant": variant,
-                "segments": segments, "weights_before_l2": self.weights_before_l2, "alpha": self.activation.alpha,
+                "segments": segments, "passes": self.passes or DEFAULT_PASSES, "weights_before_l2": self.weights_before_l2,
+                "alpha": self.activation.alpha,
                 "beta": self.activation.beta, "limit": self.limit}

@@ -16,7 +16,7 @@ class Laps:
     block: np.ndarray   # int
     writer: np.ndarray  # int, warp of the block
     kind: np.ndarray    # int, index into the back end's kinds
-    detail: np.ndarray  # int: a tile (row block << 8 | column block), a row, a token, an item
+    detail: np.ndarray  # int: see kinds.details_of()
     begin: np.ndarray   # float ns since RankTrace.origin_ns
     end: np.ndarray     # float ns
 

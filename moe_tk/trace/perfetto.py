@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_tk.trace.kinds import CPU_KINDS, GPU_KINDS, MOMENT, WRITERS, Kind, lane_name
+from moe_tk.trace.kinds import CPU_KINDS, GPU_KINDS, MOMENT, WRITERS, Kind, details_of, lane_name
 from moe_tk.trace.model import RankTrace, Trace
 
 BLOCKS = 4096  # thread numbers are (kernel * BLOCKS + block) * WRITERS + writer
@@ -43,7 +43,7 @@ def events(trace: Trace, blocks: int | None = None) -> Iterator[dict[str, Any]]:
             kind = kinds[laps.kind[i]]
             event = {"name": kind.name, "cat": kind.state, "pid": rank.rank,
                      "tid": _thread(laps.kernel[i], laps.block[i], laps.writer[i]),
-                     "ts": round(float(laps.begin[i] + shift) / 1e3, 3), "args": _detail(kind, int(laps.detail[i]))}
+                     "ts": round(float(laps.begin[i] + shift) / 1e3, 3), "args": details_of(kind, int(laps.detail[i]))}
             if kind.state == MOMENT:
                 yield {"ph": "i", "s": "t", **event}
             else:
@@ -64,10 +64,6 @@ def _names(rank: RankTrace, chosen: set[int]) -> Iterator[dict[str, Any]]:
         thread = {"pid": rank.rank, "tid": _thread(kernel, block, writer)}
         yield {"ph": "M", "name": "thread_name", **thread, "args": {"name": f"{name} {block:03} {lane}".rstrip()}}
         yield {"ph": "M", "name": "thread_sort_index", **thread, "args": {"sort_index": thread["tid"]}}
-
-
-def _detail(kind: Kind, detail: int) -> dict[str, int]:
-    return {"row_block": detail >> 8, "col_block": detail & 0xff} if kind.tile else {"item": detail}
 
 
 def write(trace: Trace, path: Path, blocks: int | None = None) -> None:

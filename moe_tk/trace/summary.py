@@ -96,7 +96,8 @@ def _gemm(rank: RankTrace, kernel: int, shift: float) -> tuple[Laps, dict[str, A
                   "idle_in_tail": round(float((ends.max() - ends).mean() / max(1.0, span_ns)), 4),
                   "tile_multiply_us": _quantiles(multiply.end - multiply.begin)}
     lanes = len(CONSUMERS) * blocks
-    found |= {"loaders_at_gate": share("gate", blocks), "loaders_loading": share("load", blocks),
+    found |= {"loaders_at_gate": share("gate", blocks), "loaders_load_weights": share("load weights", blocks),
+              "loaders_load": share("load", blocks),
               "consumers_multiply": share("multiply", lanes), "consumers_emit": share("emit", lanes),
               "consumers_wait_for_inputs": share("wait for inputs", lanes), "storers_push": share("push", lanes)}
     return mine, found
@@ -133,7 +134,7 @@ def _three(name: str, ns: np.ndarray) -> dict[str, float]:
 def _scatter(rank: RankTrace, shift: float) -> dict[str, Any]:
     mine, found = _gemm(rank, SCATTER, shift)
     last_tile = found.get("last_consumer_ends_us")
-    for what, wait, work in (("jobs", "wait for job", "combine"), ("tokens", "wait for partial rows", "reduce")):
+    for what, wait, work in (("jobs", "wait for jobs", "combine"), ("tokens", "wait for partial rows", "reduce")):
         ready, done = (mine.where(mine.kind == kind_number(name)) for name in (wait, work))
         if not len(done):
             continue

@@ -7,34 +7,31 @@ from collections import Counter
 
 import numpy as np
 
+from moe_tk.memory.nvlink_layout import MIN_COLUMN_BLOCK
 from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, LOADER, SPARE, STORERS, kind_number
 from moe_tk.trace.model import Laps, RankTrace
 from moe_tk.trace.summary import GATHER, OPEN, OPEN_PHASES, SCATTER
 
+COLUMN_GROUPS = 4      # call.cuh MAX_COL_GROUPS
 TOLERANCE_NS = 2000.0  # a stamp is written a moment after what it tells of; plus a tick of the timer
-SLICE_STEP, ENOUGH_ITEMS = 512, 4096  # combine.cuh
 
 
-def slices_of(items: int, width: int) -> int:
-    """Slices of columns that a job of `items` is cut into."""
-    return max(1, min(-(-width // SLICE_STEP), ENOUGH_ITEMS // max(items, 1)))
-
-
-def check_trace(trace: RankTrace, tables: dict[str, np.ndarray], *, row_block: int, top_k: int, hidden: int, tokens: int) -> None:
+def check_trace(trace: RankTrace, tables: dict[str, np.ndarray], *, row_block: int, top_k: int, tokens: int,
+                columns: int) -> None:
     """tables: those of TABLES, as the workspace has them. Raises AssertionError."""
     assert trace.lost == 0
     slots, _, jobs, tasks1, tasks2 = (int(count) for count in tables["counts"])
     error = TOLERANCE_NS + trace.clock["timer_period_ns"]
+    gather, scatter = (trace.laps.where(trace.laps.kernel == kernel) for kernel in (GATHER, SCATTER))
     _check_order(trace.laps)
     _check_open_call(trace.laps)
-    for kernel, tasks in ((GATHER, tables["tasks1"][:tasks1]), (SCATTER, tables["tasks2"][:tasks2])):
-        _check_tiles(trace.laps.where(trace.laps.kernel == kernel), tasks, kernel == GATHER)
-    rows = tables["slot_pair"][:slots] // top_k
-    _check_moves(trace.laps.where(trace.laps.kernel == GATHER), tables["delivery_order"][:jobs], rows, row_block, error)
-    scatter = trace.laps.where(trace.laps.kernel == SCATTER)
-    _check_jobs(scatter, tables["job_order"][:jobs], tables["slots"].reshape(-1, top_k), row_block, slices_of(jobs, hidden), error)
-    reduced = Counter(scatter.detail[scatter.kind == kind_number("reduce")].tolist())
-    assert reduced == Counter({token: slices_of(tokens, hidden) for token in range(tokens)})
+    _check_tiles(gather, tables["tasks1"][:tasks1])
+    _check_tiles(scatter, tables["tasks2"][:tasks2])
+    _check_moves(gather, tables["slot_pair"][:slots], row_block, error)
+    _check_loads(scatter, _last_push(gather, column=None), error, "GEMM 2 loaded {:.0f} ns before GEMM 1 had pushed its row block")
+    _check_batches(scatter, "combine", jobs, columns)
+    _check_batches(scatter, "reduce", tokens, columns)
+    _check_jobs(scatter, tables["job_order"][:jobs], tables["slots"].reshape(-1, top_k), row_block, columns, error)
 
 
 def _check_order(laps: Laps) -> None:
@@ -53,8 +50,8 @@ def _check_open_call(laps: Laps) -> None:
         assert tuple(mine.kind[mine.block == block]) == OPEN_PHASES, f"block {block}"
 
 
-def _check_tiles(laps: Laps, tasks: np.ndarray, gated: bool) -> None:
-    """Each task is gated, loaded, computed or skipped by each consumer warpgroup, and stored, exactly once."""
+def _check_tiles(laps: Laps, tasks: np.ndarray) -> None:
+    """Each task is loaded, computed or skipped by each consumer warpgroup, stored and pushed, exactly once."""
     wanted = Counter((tasks[:, 2].astype(np.int64) << 8 | tasks[:, 3]).tolist())
     assert set(wanted.values()) <= {1}
 
@@ -63,52 +60,72 @@ def _check_tiles(laps: Laps, tasks: np.ndarray, gated: bool) -> None:
         return Counter(laps.detail[chosen].tolist())
 
     assert tiles(LOADER, "load") == wanted
-    assert tiles(LOADER, "gate") == (wanted if gated else Counter())
+    assert tiles(LOADER, "gate") == tiles(LOADER, "load weights") <= wanted
     for consumer, storer in zip(CONSUMERS, STORERS, strict=True):
         assert tiles(consumer, "multiply", "skip") == wanted
         assert tiles(consumer, "emit") == tiles(consumer, "multiply") == tiles(storer, "store")
-        assert tiles(storer, "push") == (Counter() if gated else wanted)
+        assert tiles(storer, "push") == wanted
     assert tiles(CONSUMERS[0], "multiply") == wanted  # the first rows of a block are never padding
 
 
-def _check_moves(laps: Laps, delivery_order: np.ndarray, row_of_slot: np.ndarray, row_block: int, error: float) -> None:
-    """Each row is moved and placed once, and no gate opens before the rows of its row block are placed."""
-    moves = laps.where((laps.kind == kind_number("move row")) & (laps.writer == SPARE))
-    assert Counter(moves.detail.tolist()) == Counter(delivery_order.tolist())
+def _check_moves(laps: Laps, slot_pair: np.ndarray, row_block: int, error: float) -> None:
+    """Each slot is filled once, and nothing of a row block is loaded before all its rows are placed."""
+    filled = Counter(np.flatnonzero(slot_pair >= 0).tolist())
+    moved = (laps.kind == kind_number("move row")) & (laps.writer == SPARE)
     placed = laps.where(laps.kind == kind_number("row placed"))
-    assert len(placed) == len(moves)
-    placed_at = np.full(int(row_of_slot.max(initial=0)) + 1, np.nan)
-    for block in np.unique(moves.block):
-        rows = moves.detail[moves.block == block]
-        mine = placed.where(placed.block == block)
-        assert mine.detail.tolist() == list(range(len(rows)))
-        placed_at[rows] = mine.end
-    gates = laps.where(laps.kind == kind_number("gate"))
-    blocks = row_of_slot.reshape(-1, row_block)
-    ready = np.array([_latest(placed_at, rows) for rows in blocks])
-    late = ready[gates.detail >> 8] - gates.end
-    assert late.max(initial=-np.inf) <= error, f"a gate opened {late.max():.0f} ns before its rows were placed"
+    assert Counter(laps.detail[moved].tolist()) == filled
+    assert Counter(placed.detail.tolist()) == filled
+    ready = np.full(len(slot_pair) // row_block + 1, -np.inf)
+    np.maximum.at(ready, placed.detail // row_block, placed.end)
+    _check_loads(laps, ready, error, "GEMM 1 loaded {:.0f} ns before the rows of its row block were placed")
 
 
-def _latest(placed_at: np.ndarray, rows: np.ndarray) -> float:
-    return float(placed_at[rows[rows >= 0]].max())
+def _check_loads(laps: Laps, ready: np.ndarray, error: float, text: str) -> None:
+    """The last part of each task's loads begins after its row block's `ready`."""
+    loads = laps.where(laps.kind == kind_number("load"))
+    early = ready[loads.detail >> 8] - loads.begin
+    assert early.max(initial=-np.inf) <= error, text.format(early.max())
 
 
-def _check_jobs(laps: Laps, job_order: np.ndarray, slots: np.ndarray, row_block: int, slices: int, error: float) -> None:
-    """Each job is combined once per slice, and not before the tiles of its rows were pushed."""
-    done = laps.where(laps.kind == kind_number("combine"))
-    assert Counter(done.detail.tolist()) == Counter({row: slices for row in job_order.tolist()})
-    ready = laps.where(laps.kind == kind_number("wait for job"))
+def _last_push(laps: Laps, column: tuple[int, int] | None) -> np.ndarray:
+    """[row blocks] when the last tile was pushed; of the columns in a range, if given."""
     pushed = laps.where((laps.kind == kind_number("push")) & (laps.writer == STORERS[0]))
-    pushed_at = np.full(int((pushed.detail >> 8).max(initial=0)) + 1, -np.inf)
-    np.maximum.at(pushed_at, pushed.detail >> 8, pushed.end)
-    for row, end in zip(ready.detail.tolist(), ready.end.tolist(), strict=True):
-        mine = slots[row][slots[row] >= 0] // row_block
-        early = pushed_at[mine].max() - end
-        assert early <= error, f"the job of row {row} began {early:.0f} ns before its tiles were pushed"
+    if column is not None:
+        pushed = pushed.where(((pushed.detail & 0xff) >= column[0]) & ((pushed.detail & 0xff) < column[1]))
+    last = np.full(int((laps.detail[laps.kind == kind_number("push")] >> 8).max(initial=0)) + 1, -np.inf)
+    np.maximum.at(last, pushed.detail >> 8, pushed.end)
+    return last
 
 
-TABLES = ("counts", "tasks1", "tasks2", "slot_pair", "slots", "delivery_order", "job_order")
+def _check_batches(laps: Laps, name: str, entries: int, columns: int) -> None:
+    """Every entry is in one batch, and every batch is done equally often (its slices) in each column group."""
+    details = Counter(laps.detail[laps.kind == kind_number(name)].tolist())
+    firsts = sorted({detail & 0xfffff for detail in details})
+    groups = min(COLUMN_GROUPS, columns) if entries else 0
+    assert {detail >> 20 for detail in details} == set(range(groups))
+    batch = firsts[1] if len(firsts) > 1 else max(1, entries)
+    assert firsts == list(range(0, entries, batch))
+    assert len(details) == len(firsts) * groups and len(set(details.values())) <= 1
+
+
+def _check_jobs(laps: Laps, job_order: np.ndarray, slots: np.ndarray, row_block: int, columns: int, error: float) -> None:
+    """No batch of jobs is taken for ready before the tiles of its rows, in its column group, were pushed."""
+    ready = laps.where(laps.kind == kind_number("wait for jobs"))
+    firsts = ready.detail & 0xfffff
+    if not len(ready):
+        return
+    several = np.unique(firsts)
+    batch = int(several[1]) if len(several) > 1 else len(job_order)
+    groups = min(COLUMN_GROUPS, columns)
+    for group in range(groups):
+        pushed_at = _last_push(laps, (group * columns // groups, (group + 1) * columns // groups))
+        for i in np.flatnonzero(ready.detail >> 20 == group):
+            mine = slots[job_order[firsts[i]:firsts[i] + batch]]
+            early = pushed_at[mine[mine >= 0] // row_block].max() - ready.end[i]
+            assert early <= error, f"jobs {firsts[i]} began {early:.0f} ns before their tiles were pushed"
+
+
+TABLES = ("counts", "tasks1", "tasks2", "slot_pair", "slots", "job_order")
 
 
 def traced_layer(ranks) -> None:
@@ -118,7 +135,8 @@ def traced_layer(ranks) -> None:
     from tests.cuda.checks import BUDGET, Case, Data
 
     for case in (Case(512, 8, 64, (512, 300), "ep", 128, hidden=2048, inter=768),
-                 Case(512, 4, 16, (512,), "tp", 64, hidden=1024, inter=256), Case(64, 2, 8, (64, 0), "ep", 64, 2, hidden=256, inter=128)):
+                 Case(512, 4, 16, (512,), "tp", 64, hidden=1024, inter=256),
+                 Case(64, 2, 8, (64, 0), "ep", 64, 2, hidden=256, inter=128)):
         data, layer = Data(case, ranks), case.layer(ranks, traced=True)
         data.load(layer)
         x, ids, weights = args = data.mine()
@@ -134,6 +152,7 @@ def traced_layer(ranks) -> None:
         workspace = layer.session.workspace
         tables = {name: workspace.local(name).cpu().numpy() for name in TABLES}
         row_block = (64, 128)[layer._calls.choices(len(x))[0]]
-        check_trace(trace, tables, row_block=row_block, top_k=case.top_k, hidden=case.hidden, tokens=len(x))
+        check_trace(trace, tables, row_block=row_block, top_k=case.top_k, tokens=len(x),
+                    columns=-(-case.hidden // MIN_COLUMN_BLOCK))
         for samples in layer.session.stamps.compare_clocks(timeout_s=30).values():
             assert between(offset_of(samples), None).error_ns < 20_000

@@ -33,7 +33,7 @@ template <class Cfg> constexpr int gather_shared_bytes() {
 // mover warp.
 template <class Cfg, class Epilogue>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
-    const __grid_constant__ gemm_globals<Cfg, arrival_gate, Epilogue, no_push> g, const __grid_constant__ pull_params p) {
+    const __grid_constant__ gemm_globals<Cfg, arrival_gate, Epilogue, count_push> g, const __grid_constant__ pull_params p) {
     static_assert(Cfg::CONSUMER_WGS <= 2, "loader, storers and mover fill one warpgroup");
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
     auto &s = *reinterpret_cast<gather_shared<Cfg> *>(dynamic_shared);
@@ -46,14 +46,17 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
     }
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
     else __syncthreads();
+    kittens::wait_prerequisite_grids();    // the tables
+    stamp_lap_warp(stamp_kind::launch_wait, 0);
+    kittens::launch_dependent_grids();     // gemm_scatter takes over each multiprocessor as it becomes free
     if (warp >= Cfg::CONSUMER_WARPS) {
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;
         if (role == 0) {
             if (kittens::elect_one()) load_tasks<Cfg, arrival_gate>(g, s.gemm, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
-            store_tasks<Cfg, Epilogue, no_push>(g, s.gemm, rank, role - 1);
-        } else if (role == 3) {
+            store_tasks<Cfg, Epilogue, count_push>(g, s.gemm, rank, role - 1);
+        } else if (role == 3 && kittens::elect_one()) {
             row_puller(g.gate.call, p, s.pull).run();
         }
     } else {
@@ -66,10 +69,12 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
     }
 }
 
-// GEMM-scatter. The spare warp combines from the start; the others join it when their tiles are done.
+// GEMM-scatter. The spare warp combines from the start; the others join it when their tiles are done. Blocks start while
+// gather_gemm ends: its tables are there (gather_gemm has waited for them before it let this grid start), rows are gated. Only
+// what combines waits for gather_gemm's end, so that no later grid starts before that and its abort flag is final.
 template <class Cfg>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
-    const __grid_constant__ gemm_globals<Cfg, no_gate, plain_epilogue, count_push> g,
+    const __grid_constant__ gemm_globals<Cfg, activated_gate, plain_epilogue, group_push> g,
     const __grid_constant__ call_view c, const __grid_constant__ combine_params p) {
     static_assert(Cfg::CONSUMER_WGS <= 2, "loader, storers and combiner fill one warpgroup");
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
@@ -84,16 +89,22 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;
         if (role == 0) {
-            if (kittens::elect_one()) load_tasks<Cfg, no_gate>(g, s, rank, num_k_blocks);
+            if (kittens::elect_one()) load_tasks<Cfg, activated_gate>(g, s, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
-            store_tasks<Cfg, plain_epilogue, count_push>(g, s, rank, role - 1);
+            store_tasks<Cfg, plain_epilogue, group_push>(g, s, rank, role - 1);
         }
         __syncwarp();
+        stamp_restart();
+        kittens::wait_prerequisite_grids();
+        stamp_lap_warp(stamp_kind::launch_wait, 0);
         combine_and_reduce(c, p);
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
         consume_tasks<Cfg, plain_epilogue>(g, s, rank, num_k_blocks, kittens::warpgroup::groupid());
         __syncwarp();
+        stamp_restart();
+        kittens::wait_prerequisite_grids();
+        stamp_lap_warp(stamp_kind::launch_wait, 0);
         combine_and_reduce(c, p);
     }
     if constexpr (Cfg::CLUSTER > 1) {

@@ -13,11 +13,11 @@ enum class stamp_kind : uint32_t {  // moe_tk.trace.kinds names the same, in the
     launch_wait,                                                        // for the launch before this one
     open_zero, open_send, open_headers, open_count, open_groups, open_pairs, open_marks, open_tasks, open_orders,  // open_call: tables
     open_export, open_close,                                            // open_call: rows; epoch
-    gate, load,                                                         // loader
+    load_ahead, gate, load,                                             // loader: weights while its gate is shut, the gate, all else
     input_wait, multiply, emit, skip,                                   // consumer
     output_wait, store, push,                                           // storer
     source_wait, move, placed, drain,                                   // mover; of `placed` the end counts
-    combine_wait, combine, reduce_wait, reduce                          // whoever combines
+    combine_wait, combine, reduce_wait, reduce                          // whoever combines, a batch at a time
 };
 enum class stamp_kernel : uint32_t { open_call, gather_gemm, gemm_scatter };
 constexpr int STAMP_KERNELS = 3, STAMP_WRITERS = 12;  // writers of a block: the warps of a GEMM's block; the first of open_call's
@@ -44,6 +44,9 @@ struct stamp_buffer {      // [STAMP_KERNELS, blocks, STAMP_WRITERS] headers, ea
 template <class Task> __device__ __forceinline__ uint32_t stamp_tile(const Task &t) {
     return uint32_t(t.row_block) << 8 | uint32_t(t.col_block & 0xff);
 }
+
+// The detail of a batch: 4 bits of column group, 20 of its first job or token.
+__device__ __forceinline__ uint32_t stamp_batch(int group, int first) { return uint32_t(group) << 20 | (uint32_t(first) & 0xfffffu); }
 
 #ifdef MOE_TK_TRACE
 
@@ -128,7 +131,6 @@ __device__ __forceinline__ void stamp_arrival_group(stamp_kind kind, Semaphore &
 }
 // A lap of which only the end counts; the current one goes on.
 __device__ __forceinline__ void stamp_moment(stamp_kind kind, uint32_t detail) {
-    if (threadIdx.x % 32 != 0) return;
     const uint32_t writer = threadIdx.x / 32, last = stamps().last_ns[writer];
     stamp_lap(kind, detail);
     stamps().last_ns[writer] = last;
