@@ -16,6 +16,7 @@ LEFT, RIGHT, TOP, WIDTH = 150, 20, 64, 860  # of the time axis, in pixels
 LANE, GAP, CURVE = 11, 3, 40
 TEXT, FAINT = "#1d2430", "#5b6472"
 SHOWN_BLOCKS = 3
+LEAST_COVER = 0.02  # of a pixel: less is not shown
 GPU_LANES = ((LOADER, "loader"), (CONSUMERS[0], "consumer"), (SPARE, "spare warp"))
 
 
@@ -125,7 +126,7 @@ def _area(curve: Curve, laps: Laps, shift: float, length: float, y: int) -> str:
 
 def _lane(laps: Laps, kinds: tuple[Kind, ...], shift: float, length: float, y: int) -> list[str]:
     """One writer: in each pixel the kind that fills most of it, runs of one kind as one box."""
-    best, chosen = np.zeros(WIDTH), np.zeros(WIDTH, dtype=int)
+    best, chosen = np.full(WIDTH, LEAST_COVER), np.zeros(WIDTH, dtype=int)
     scale = WIDTH / max(length, 1.0)
     for kind in np.unique(laps.kind).tolist():
         if kinds[kind].state == MOMENT:

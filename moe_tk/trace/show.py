@@ -18,7 +18,8 @@ GEMM_EXPLAINED = ("us since the first block began. Shares are of the kernel's sp
 def show(summary: dict[str, Any], console: Console | None = None) -> None:
     """Prints summarise()'s tables."""
     console = console or ReportConsole()
-    title = f"{summary['shape']}, {summary['mode'].upper()}, {summary['tokens_per_rank']} tokens on each of {summary['world']} ranks"
+    title = (f"{summary['shape']}, {summary['mode'].upper()}, {summary['tokens_per_rank']} tokens on each of "
+             f"{summary['world']} ranks")
     section(console, title,
             f"The traced call took {summary['span_us']:.1f} us from its first block to its last lap on any "
             f"rank; traced calls take {summary['traced_call_us']:.1f} us.")
