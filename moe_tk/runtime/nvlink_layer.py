@@ -15,7 +15,7 @@ from moe_tk.runtime.launch import Activation
 from moe_tk.runtime.nvlink_session import GATHER, NVLINK_SESSIONS, OPEN, SCATTER
 
 INTERLEAVE = 8        # swiglu_epilogue: gate and up rows alternate in groups of 8
-DEFAULT_PASSES = 4    # over the columns of GEMM 2
+DEFAULT_PASSES = 1    # over the columns of GEMM 2
 LARGE_TILE_ROWS = 96  # mean rows of an expert from which row blocks of 128 are used
 
 

@@ -27,7 +27,7 @@ def check_trace(trace: RankTrace, tables: dict[str, np.ndarray], *, row_block: i
     _check_open_call(trace.laps)
     _check_tiles(gather, tables["tasks1"][:tasks1])
     _check_tiles(scatter, tables["tasks2"][:tasks2])
-    _check_moves(gather, tables["slot_pair"][:slots], row_block, error)
+    _check_moves(gather, tables["delivery_order"][:jobs], tables["slot_pair"][:slots] // top_k, row_block, error)
     _check_loads(scatter, _last_push(gather, column=None), error, "GEMM 2 loaded {:.0f} ns before GEMM 1 had pushed its row block")
     _check_batches(scatter, "combine", jobs, columns)
     _check_batches(scatter, "reduce", tokens, columns)
@@ -68,15 +68,17 @@ def _check_tiles(laps: Laps, tasks: np.ndarray) -> None:
     assert tiles(CONSUMERS[0], "multiply") == wanted  # the first rows of a block are never padding
 
 
-def _check_moves(laps: Laps, slot_pair: np.ndarray, row_block: int, error: float) -> None:
-    """Each slot is filled once, and nothing of a row block is loaded before all its rows are placed."""
-    filled = Counter(np.flatnonzero(slot_pair >= 0).tolist())
-    moved = (laps.kind == kind_number("move row")) & (laps.writer == SPARE)
+def _check_moves(laps: Laps, delivery_order: np.ndarray, row_of_slot: np.ndarray, row_block: int, error: float) -> None:
+    """Each row is moved and placed once, and nothing of a row block is loaded before all its rows are placed."""
+    moves = laps.where((laps.kind == kind_number("move row")) & (laps.writer == SPARE))
     placed = laps.where(laps.kind == kind_number("row placed"))
-    assert Counter(laps.detail[moved].tolist()) == filled
-    assert Counter(placed.detail.tolist()) == filled
-    ready = np.full(len(slot_pair) // row_block + 1, -np.inf)
-    np.maximum.at(ready, placed.detail // row_block, placed.end)
+    assert Counter(moves.detail.tolist()) == Counter(delivery_order.tolist())
+    placed_at = np.full(int(row_of_slot.max(initial=0)) + 1, -np.inf)
+    for block in np.unique(moves.block):  # a mover's n-th row is placed as its n-th
+        rows, mine = moves.detail[moves.block == block], placed.where(placed.block == block)
+        assert mine.detail.tolist() == list(range(len(rows)))
+        placed_at[rows] = mine.end
+    ready = np.where(row_of_slot >= 0, placed_at[row_of_slot], -np.inf).reshape(-1, row_block).max(axis=1, initial=-np.inf)
     _check_loads(laps, ready, error, "GEMM 1 loaded {:.0f} ns before the rows of its row block were placed")
 
 
@@ -125,7 +127,7 @@ def _check_jobs(laps: Laps, job_order: np.ndarray, slots: np.ndarray, row_block:
             assert early <= error, f"jobs {firsts[i]} began {early:.0f} ns before their tiles were pushed"
 
 
-TABLES = ("counts", "tasks1", "tasks2", "slot_pair", "slots", "job_order")
+TABLES = ("counts", "tasks1", "tasks2", "slot_pair", "slots", "delivery_order", "job_order")
 
 
 def traced_layer(ranks) -> None:

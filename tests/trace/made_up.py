@@ -48,7 +48,7 @@ def make_tables() -> dict[str, np.ndarray]:
     tables = build_tables(ids, token_counts=[TOKENS], world=1, rank=0, num_experts=EXPERTS, mode="ep", row_block=ROW_BLOCK)
     tasks1, tasks2 = (task_order(tables, columns).numpy() for columns in (COLUMNS1, COLUMNS2))
     found = {"tasks1": tasks1, "tasks2": tasks2, "slot_pair": tables.slot_pair.numpy(), "slots": tables.slots.numpy(),
-             "job_order": tables.job_order.numpy()}
+             "delivery_order": tables.delivery_order.numpy(), "job_order": tables.job_order.numpy()}
     counts = torch.tensor([len(tables.slot_pair), tables.num_blocks, tables.num_jobs, len(tasks1), len(tasks2)])
     return {**found, "counts": counts.numpy()}
 
@@ -73,11 +73,11 @@ def make_call(tables: dict[str, np.ndarray]) -> MadeUp:
 
 def _rows(call: MadeUp, tables: dict[str, np.ndarray]) -> None:
     clock = dict.fromkeys(range(BLOCKS), 10_016)
-    for number, slot in enumerate(np.flatnonzero(tables["slot_pair"] >= 0).tolist()):
+    for number, row in enumerate(tables["delivery_order"].tolist()):
         block = number % BLOCKS
-        begin, clock[block] = clock[block], clock[block] + 320
-        call.lap(GATHER, block, SPARE, "move row", slot, begin, clock[block])
-        call.lap(GATHER, block, SPARE, "row placed", slot, begin, clock[block])
+        begin, clock[block] = clock[block], clock[block] + 640
+        call.lap(GATHER, block, SPARE, "move row", row, begin, clock[block])
+        call.lap(GATHER, block, SPARE, "row placed", number // BLOCKS, begin, clock[block])
     for block, at in clock.items():
         call.lap(GATHER, block, SPARE, "drain", 0, at, at + 320)
 

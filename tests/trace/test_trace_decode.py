@@ -165,7 +165,7 @@ def test_summary_of_the_made_up_call(tables):
     assert opened["export"]["mean_us"] == 4.1 and first["gaps_us"] == pytest.approx([0.77, scatter["begin_us"] - gather["end_us"]], abs=0.02)
     assert gather["tiles"] == len(tables["tasks1"]) + sum(number % 3 != 0 for number in range(len(tables["tasks1"])))
     assert gather["begin_us"] == 9.98 and gather["first_tile_begins_us"] == 16.32
-    assert gather["rows_placed"] == (tables["slot_pair"] >= 0).sum() and gather["placed_us"]["first"] == 10.34
+    assert gather["rows_placed"] == len(tables["delivery_order"]) and gather["placed_us"]["first"] == 10.66
     lanes = gather["consumers_multiply"] + gather["consumers_emit"] + gather["consumers_wait_for_inputs"]
     assert 0 < lanes < 1 and 0 < gather["loaders_at_gate"] < 0.2 and 0 < gather["movers_busy"] < 1
     assert scatter["jobs"]["first_ready_us"] == 90.34 and scatter["jobs"]["done_before_last_tile"] == 0

@@ -129,8 +129,9 @@ __device__ __forceinline__ void stamp_arrival_group(stamp_kind kind, Semaphore &
     wait(arrived, phase);
     stamp_lap_group(kind, detail);
 }
-// A lap of which only the end counts; the current one goes on.
-__device__ __forceinline__ void stamp_moment(stamp_kind kind, uint32_t detail) {
+// Whole warps: a lap of which only the end counts; the current one goes on.
+__device__ __forceinline__ void stamp_moment_warp(stamp_kind kind, uint32_t detail) {
+    if (threadIdx.x % 32 != 0) return;
     const uint32_t writer = threadIdx.x / 32, last = stamps().last_ns[writer];
     stamp_lap(kind, detail);
     stamps().last_ns[writer] = last;
@@ -150,7 +151,7 @@ __device__ __forceinline__ void stamp_lap_group(stamp_kind, uint32_t) {}
 __device__ __forceinline__ void stamp_lap_block(stamp_kind, uint32_t = 0) {}
 template <class Semaphore> __device__ __forceinline__ void stamp_arrival(stamp_kind, Semaphore &, int, uint32_t) {}
 template <class Semaphore> __device__ __forceinline__ void stamp_arrival_group(stamp_kind, Semaphore &, int, uint32_t) {}
-__device__ __forceinline__ void stamp_moment(stamp_kind, uint32_t) {}
+__device__ __forceinline__ void stamp_moment_warp(stamp_kind, uint32_t) {}
 __device__ __forceinline__ void stamp_restart() {}
 
 #endif
