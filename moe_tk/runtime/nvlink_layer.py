@@ -15,13 +15,25 @@ from moe_tk.runtime.launch import Activation
 from moe_tk.runtime.nvlink_session import GATHER, NVLINK_SESSIONS, OPEN, SCATTER
 
 INTERLEAVE = 8        # swiglu_epilogue: gate and up rows alternate in groups of 8
+TILE_ROWS, TILE_COLS = 256, 64  # BLOCK_N and PANEL_K of the fused GEMMs
 DEFAULT_PASSES = 1    # over the columns of GEMM 2
 LARGE_TILE_ROWS = 96  # mean rows of an expert from which row blocks of 128 are used
 
 
+def tiled(weights: Tensor) -> Tensor:
+    """[E, N, K] as [E, N / 256, K / 64, 256, 64]: tiles of one load each, in the order of the loads. N and K padded with zeros."""
+    experts, rows, cols = weights.shape
+    row_tiles, col_tiles = -(-rows // TILE_ROWS), -(-cols // TILE_COLS)
+    tiles = weights.new_zeros(experts, row_tiles, col_tiles, TILE_ROWS, TILE_COLS)
+    for expert in range(experts):  # one at a time: a second copy of all would not fit beside a large model
+        padded = torch.nn.functional.pad(weights[expert], (0, col_tiles * TILE_COLS - cols, 0, row_tiles * TILE_ROWS - rows))
+        tiles[expert] = padded.view(row_tiles, TILE_ROWS, col_tiles, TILE_COLS).transpose(1, 2)
+    return tiles
+
+
 def engine_weights(w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
     """w13 [E, 2I, H] (gate rows first) and w2 [E, H, I] as the kernels read them: gate and up rows alternate in groups of 8,
-    I padded with zeros to a multiple of 8 (which adds nothing), and at least one expert."""
+    I padded with zeros to a multiple of 8 (which adds nothing), at least one expert, in tiles."""
     experts, twice, hidden = w13.shape
     inter = twice // 2
     padded = -(-inter // INTERLEAVE) * INTERLEAVE
@@ -32,7 +44,7 @@ def engine_weights(w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
         rows[:, :inter] = w13[:, half * inter:(half + 1) * inter]
         both[:, :, half] = rows.view(experts, padded // INTERLEAVE, INTERLEAVE, hidden)
     second[:experts, :, :inter] = w2
-    return both.reshape(max(1, experts), 2 * padded, hidden), second
+    return tiled(both.reshape(max(1, experts), 2 * padded, hidden)), tiled(second)
 
 
 def one_limit(activation: Activation) -> float:

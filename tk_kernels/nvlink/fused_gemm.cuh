@@ -14,6 +14,7 @@ namespace moe_tk::nvlink {
 // got at launch, 168 x NUM_THREADS: asking for one more would wait for ever.
 template <class Base> struct fused_config : Base {
     static constexpr int PRODUCER_REGISTERS = 88, CONSUMER_REGISTERS = 208;
+    static constexpr bool TILED_WEIGHTS = true;
     static_assert(PRODUCER_REGISTERS + Base::CONSUMER_WGS * CONSUMER_REGISTERS <= 168 * (Base::CONSUMER_WGS + 1), "registers of a block");
 };
 

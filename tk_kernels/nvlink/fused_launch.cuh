@@ -10,6 +10,11 @@ namespace moe_tk::nvlink {
 using kittens::bf16;
 using kittens::tma::cache_policy;
 
+// Rows of PANEL_K elements that one expert's weights have in tiles; moe_tk.runtime.nvlink_layer.tiled makes them.
+inline int tiled_rows(int n, int k, int block_n, int panel_k) {
+    return kittens::ceil_div(n, block_n) * block_n * kittens::ceil_div(k, panel_k);
+}
+
 template <class Cfg, class Gate, class Epilogue, class Push>
 gemm_globals<Cfg, Gate, Epilogue, Push> make_globals(const workspace_view &w, const void *in, int k, const void *weights,
                                                                    int n, void *out, typename Gate::params gate,
@@ -18,7 +23,7 @@ gemm_globals<Cfg, Gate, Epilogue, Push> make_globals(const workspace_view &w, co
     bf16 *tokens = static_cast<bf16 *>(const_cast<void *>(in)), *matrix = static_cast<bf16 *>(const_cast<void *>(weights));
     const int experts = w.num_local > 0 ? w.num_local : 1;  // a rank without experts has a dummy and no tasks
     return {.tokens = {tokens, 1, 1, w.max_slots, k},
-            .weights = {matrix, 1, experts, n, k},
+            .weights = {matrix, 1, experts, tiled_rows(n, k, Cfg::BLOCK_N, Cfg::PANEL_K), Cfg::PANEL_K},
             .out = {static_cast<bf16 *>(out), 1, 1, w.max_slots, n / Epilogue::COLUMN_RATIO},
             .scales = {},
             .tasks = {.tasks = tasks, .num_tasks_ptr = w.tables.counts + count, .num_tasks = 0, .block_rows = w.tables.block_target},

@@ -28,8 +28,8 @@ struct workspace_view {
 struct layer_call {
     const void *hidden_states, *topk_ids, *topk_weights;
     void *out;
-    const void *w13;  // [E_local, 2 I, H], gate and up rows alternating in groups of 8
-    const void *w2;   // [E_local, H, I]
+    const void *w13;  // [E_local, 2 I, H], gate and up rows alternating in groups of 8, in tiles
+    const void *w2;   // [E_local, H, I], in tiles
     uint64_t signature;
     int num_tokens, refused, ids_are_64, weights_are_bf16;
     int variant, segments, passes, weights_before_l2;  // passes: over the columns of GEMM 2, 1 .. MAX_COL_GROUPS
