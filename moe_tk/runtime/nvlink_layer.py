@@ -103,5 +103,4 @@ class NvlinkLayer:
                 "ids_are_64": ids is not None and ids.dtype == torch.int64,
                 "weights_are_bf16": weights is not None and weights.dtype == torch.bfloat16, "variant": variant,
                 "segments": segments, "passes": self.passes or DEFAULT_PASSES, "weights_before_l2": self.weights_before_l2,
-                "alpha": self.activation.alpha,
-                "beta": self.activation.beta, "limit": self.limit}
+                "alpha": self.activation.alpha, "beta": self.activation.beta, "limit": self.limit}

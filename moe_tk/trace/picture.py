@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from xml.sax.saxutils import escape
 
 import numpy as np
 
-from moe_tk.trace.kinds import CONSUMERS, LOADER, MOMENT, SPARE, WAIT, Kind, kind_number
+from moe_tk.trace.kinds import CONSUMERS, LOADER, MOMENT, SPARE, WAIT, WRITERS, Kind, kind_number
 from moe_tk.trace.model import Laps, RankTrace, Trace
 from moe_tk.trace.perfetto import kinds_of, shown_blocks
 
 LEFT, RIGHT, TOP, WIDTH = 150, 20, 64, 860  # of the time axis, in pixels
 LANE, GAP, CURVE = 11, 3, 40
-TEXT, FAINT = "#1d2430", "#5b6472"
+TEXT, FAINT, MOVED = "#1d2430", "#5b6472", "#4a7ab8"
 SHOWN_BLOCKS = 3
 LEAST_COVER = 0.02  # of a pixel: less is not shown
 GPU_LANES = ((LOADER, "loader"), (CONSUMERS[0], "consumer"), (SPARE, "spare warp"))
 
 
 @dataclass(frozen=True)
-class Curve:
-    """A share over time: of `lanes` lanes, those in one of `kinds`."""
+class Layer:
+    """Lanes in one of `kinds`; only those of some writers, if given."""
 
-    title: str
     kinds: tuple[int, ...]
     colour: str
+    writers: tuple[int, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Shares of `lanes` lanes over time, one layer on the other."""
+
+    title: str
     lanes: int
+    layers: tuple[Layer, ...]
 
 
 def draw(trace: Trace) -> str:
@@ -65,7 +72,7 @@ def _draw_rank(parts: list[str], trace: Trace, rank: RankTrace, begin: float, en
     parts.append(_text(20, y + 12, f"rank {rank.rank}", size=13, fill=TEXT, weight="bold"))
     top, y = y, y + 20
     for curve in _curves(rank):
-        parts.append(_area(curve, laps, shift, end - begin, y))
+        parts += _areas(curve, laps, shift, end - begin, y)
         parts += [_text(LEFT - 8, y + CURVE - 14, curve.title, anchor="end"),
                   _text(LEFT - 8, y + CURVE - 2, f"of {curve.lanes}", size=9, anchor="end")]
         y += CURVE + 6
@@ -83,23 +90,27 @@ def _draw_rank(parts: list[str], trace: Trace, rank: RankTrace, begin: float, en
 def _curves(rank: RankTrace) -> list[Curve]:
     if rank.backend != "cuda":
         blocks = len(np.unique(rank.laps.block))
-        return [Curve(kind.name, (index,), kind.colour, blocks) for index, kind in enumerate(kinds_of("cpu"))
+        return [Curve(kind.name, blocks, (Layer((index,), kind.colour),)) for index, kind in enumerate(kinds_of("cpu"))
                 if kind.state != WAIT and (rank.laps.kind == index).any()]
     blocks = int(rank.laps.block.max()) + 1 if len(rank.laps) else 1
 
-    def curve(title: str, colour: str, lanes: int, *names: str) -> Curve:
-        return Curve(title, tuple(kind_number(name) for name in names), colour, lanes)
+    def layer(colour: str, *names: str, writers: tuple[int, ...] | None = None) -> Layer:
+        return Layer(tuple(kind_number(name) for name in names), colour, writers)
 
-    return [curve("consumers at work", "#2f9e6e", len(CONSUMERS) * blocks, "multiply", "emit"),
-            curve("loaders at the gate", "#a3acbb", blocks, "gate"),
-            curve("rows moved", "#4a7ab8", blocks, "move row", "drain", "export rows"),
-            curve("warps that add rows", "#d98c3a", 12 * blocks, "combine", "reduce")]
+    moved, sums = layer(MOVED, "move row", "drain", writers=(SPARE,)), layer("#d98c3a", "combine", "reduce")
+    return [Curve("consumers at work", len(CONSUMERS) * blocks, (layer("#2f9e6e", "multiply", "emit", writers=CONSUMERS),
+                                                                 layer(MOVED, "move row", writers=CONSUMERS))),
+            Curve("loaders at the gate", blocks, (layer("#a3acbb", "gate"),)),
+            Curve("movers at work", blocks, (moved, layer(MOVED, "export rows"))),
+            Curve("warps that add rows", WRITERS * blocks, (sums,))]
 
 
-def _shares(laps: Laps, kinds: Sequence[int], shift: float, length: float, lanes: int, bins: int) -> np.ndarray:
-    """[bins] share of `lanes` that are in one of `kinds`."""
-    mine = laps.where(np.isin(laps.kind, kinds))
-    scale = bins / max(length, 1.0)
+def _shares(laps: Laps, layer: Layer, shift: float, length: float, lanes: int, bins: int) -> np.ndarray:
+    """[bins] share of `lanes` that are in this layer."""
+    chosen = np.isin(laps.kind, layer.kinds)
+    if layer.writers is not None:
+        chosen &= np.isin(laps.writer, layer.writers)
+    mine, scale = laps.where(chosen), bins / max(length, 1.0)
     return np.minimum(1.0, _cover((mine.begin + shift) * scale, (mine.end + shift) * scale, bins) / max(1, lanes))
 
 
@@ -117,11 +128,14 @@ def _cover(first: np.ndarray, last: np.ndarray, bins: int) -> np.ndarray:
     return np.diff(below(first) - below(last))
 
 
-def _area(curve: Curve, laps: Laps, shift: float, length: float, y: int) -> str:
-    shares = _shares(laps, curve.kinds, shift, length, curve.lanes, WIDTH // 2)
-    points = " ".join(f"{LEFT + 2 * i + 1},{y + CURVE - share * CURVE:.1f}" for i, share in enumerate(shares))
-    frame = f'<rect x="{LEFT}" y="{y}" width="{WIDTH}" height="{CURVE}" fill="#f6f7f9"/>'
-    return f'{frame}<polygon points="{LEFT},{y + CURVE} {points} {LEFT + WIDTH},{y + CURVE}" fill="{curve.colour}"/>'
+def _areas(curve: Curve, laps: Laps, shift: float, length: float, y: int) -> list[str]:
+    """The curve in its frame: the upper layers first, each down to the bottom, so that the lower ones cover them."""
+    parts = [f'<rect x="{LEFT}" y="{y}" width="{WIDTH}" height="{CURVE}" fill="#f6f7f9"/>']
+    shares = [_shares(laps, layer, shift, length, curve.lanes, WIDTH // 2) for layer in curve.layers]
+    for layer, height in reversed(list(zip(curve.layers, np.minimum(1.0, np.cumsum(shares, axis=0)), strict=True))):
+        points = " ".join(f"{LEFT + 2 * i + 1},{y + CURVE - share * CURVE:.1f}" for i, share in enumerate(height))
+        parts.append(f'<polygon points="{LEFT},{y + CURVE} {points} {LEFT + WIDTH},{y + CURVE}" fill="{layer.colour}"/>')
+    return parts
 
 
 def _lane(laps: Laps, kinds: tuple[Kind, ...], shift: float, length: float, y: int) -> list[str]:

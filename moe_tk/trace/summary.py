@@ -113,17 +113,27 @@ def _quantiles(ns: np.ndarray) -> dict[str, float]:
 def _gather(rank: RankTrace, shift: float) -> dict[str, Any]:
     mine, found = _gemm(rank, GATHER, shift)
     moving = mine.where((mine.writer == SPARE) & np.isin(mine.kind, [kind_number("move row"), kind_number("drain")]))
-    placed = mine.end[mine.kind == kind_number("row placed")] + shift
+    placed = mine.end[_rows_placed(mine)] + shift
     gates = mine.where((mine.kind == kind_number("gate")) & (mine.writer == LOADER))
     waits = gates.end - gates.begin
     source = mine.kind == kind_number("wait for source")
     busy = float((moving.end - moving.begin).sum()) / max(1.0, found["span_us"] * 1e3 * found["blocks"])
-    found |= {"movers_busy": round(busy, 4), "gate_us": _quantiles(waits), "rows_placed": len(placed)}
+    by_consumers = mine.where((mine.kind == kind_number("move row")) & (mine.writer != SPARE))
+    found |= {"movers_busy": round(busy, 4), "gate_us": _quantiles(waits), "rows_placed": len(placed),
+              "rows_placed_by_consumers": len(by_consumers)}
+    if len(by_consumers):
+        found["consumers_placed_until_us"] = _us(by_consumers.end.max() + shift)
     if source.any():
         found["source_known_us"] = _us(mine.end[source].max() + shift)
     if len(placed):
         found["placed_us"] = {"first": _us(placed.min()), "half": _us(np.median(placed)), "last": _us(placed.max())}
     return found
+
+
+def _rows_placed(laps: Laps) -> np.ndarray:
+    """Mask of the laps of GEMM 1's kernel whose ends say that a row lies in all its slots: movers announce rows later than they
+    move them, consumers at once."""
+    return (laps.kind == kind_number("row placed")) | ((laps.kind == kind_number("move row")) & (laps.writer != SPARE))
 
 
 def _three(name: str, ns: np.ndarray) -> dict[str, float]:

@@ -70,10 +70,12 @@ def _check_tiles(laps: Laps, tasks: np.ndarray) -> None:
 
 def _check_moves(laps: Laps, delivery_order: np.ndarray, row_of_slot: np.ndarray, row_block: int, error: float) -> None:
     """Each row is moved and placed once, and nothing of a row block is loaded before all its rows are placed."""
-    moves = laps.where((laps.kind == kind_number("move row")) & (laps.writer == SPARE))
+    moves = laps.where(laps.kind == kind_number("move row"))
     placed = laps.where(laps.kind == kind_number("row placed"))
     assert Counter(moves.detail.tolist()) == Counter(delivery_order.tolist())
     placed_at = np.full(int(row_of_slot.max(initial=0)) + 1, -np.inf)
+    placed_at[moves.detail] = moves.end  # consumers place a row before they take the next one
+    moves = moves.where(moves.writer == SPARE)
     for block in np.unique(moves.block):  # a mover's n-th row is placed as its n-th
         rows, mine = moves.detail[moves.block == block], placed.where(placed.block == block)
         assert mine.detail.tolist() == list(range(len(rows)))

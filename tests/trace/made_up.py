@@ -13,7 +13,7 @@ from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, LOADER, SPARE, STORERS, 
 from moe_tk.trace.summary import GATHER, OPEN, OPEN_PHASES, SCATTER
 
 TOKENS, TOP_K, EXPERTS, ROW_BLOCK, COLUMNS1, COLUMNS2 = 40, 2, 4, 64, 3, 6
-BLOCKS, CAPACITY, GHZ = 10, 64, 1.75
+BLOCKS, CAPACITY, GHZ = 18, 64, 1.75
 BEGIN_NS = (7 << 32) - 30_000  # the low half of the timer wraps during the call
 GROUPS = 4
 
@@ -75,9 +75,12 @@ def _rows(call: MadeUp, tables: dict[str, np.ndarray]) -> None:
     clock = dict.fromkeys(range(BLOCKS), 10_016)
     for number, row in enumerate(tables["delivery_order"].tolist()):
         block = number % BLOCKS
+        if number < BLOCKS:  # the first ones by a warp of the consumers
+            call.lap(GATHER, block, CONSUMERS[0] + 1, "move row", row, 10_016, 11_040)
+            continue
         begin, clock[block] = clock[block], clock[block] + 640
         call.lap(GATHER, block, SPARE, "move row", row, begin, clock[block])
-        call.lap(GATHER, block, SPARE, "row placed", number // BLOCKS, begin, clock[block])
+        call.lap(GATHER, block, SPARE, "row placed", number // BLOCKS - 1, begin, clock[block])
     for block, at in clock.items():
         call.lap(GATHER, block, SPARE, "drain", 0, at, at + 320)
 

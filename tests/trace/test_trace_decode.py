@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from made_up import BEGIN_NS, CAPACITY, COLUMNS2, GHZ, ROW_BLOCK, TOKENS, TOP_K, MadeUp, make_call, make_tables
+from made_up import BEGIN_NS, BLOCKS, CAPACITY, COLUMNS2, GHZ, ROW_BLOCK, TOKENS, TOP_K, MadeUp, make_call, make_tables
 
 from moe_tk.errors import MoETkError
 from moe_tk.runtime import stamps
 from moe_tk.trace.clocks import Offset, between, offset_of
 from moe_tk.trace.decode import decode
-from moe_tk.trace.kinds import GPU_KERNELS, GPU_KINDS, LOADER, MOMENT, SPARE, STORERS, WRITERS, kind_number
+from moe_tk.trace.kinds import BUILD_BLOCKS, GPU_KERNELS, GPU_KINDS, LOADER, MOMENT, SPARE, STORERS, WRITERS, kind_number
 from moe_tk.trace.model import RankTrace, Trace
 from moe_tk.trace.summary import GATHER, OPEN, SCATTER, summarise
 from tests.cuda.trace_checks import COLUMN_GROUPS, check_trace
@@ -54,10 +54,10 @@ def test_timer_period_and_rate_of_the_multiprocessors_are_found(tables):
 
 def test_writers_that_did_not_begin_do_not_count(tables):
     call = make_call(tables)
-    del call.begun[OPEN, 9, 0]
+    del call.begun[OPEN, BLOCKS - 1, 0]
     trace = decode(*call.stamps(), rank=0)
-    assert not ((trace.laps.kernel == OPEN) & (trace.laps.block == 9)).any()
-    assert len(trace.blocks_begun) == 29
+    assert not ((trace.laps.kernel == OPEN) & (trace.laps.block == BLOCKS - 1)).any()
+    assert len(trace.blocks_begun) == 3 * BLOCKS - 1
 
 
 def test_laps_beyond_the_room_are_counted(tables):
@@ -162,10 +162,11 @@ def test_summary_of_the_made_up_call(tables):
     assert summary["span_us"] == pytest.approx(second["kernels"]["gemm_scatter"]["end_us"])
     opened, gather, scatter = (first["kernels"][name] for name in GPU_KERNELS)
     assert [phase["mean_us"] for phase in opened["phases"].values()] == [1.02] * 9
-    assert opened["export"]["mean_us"] == 4.1 and first["gaps_us"] == pytest.approx([0.77, scatter["begin_us"] - gather["end_us"]], abs=0.02)
+    assert opened["export"]["mean_us"] == 4.1
+    assert first["gaps_us"] == pytest.approx([0.77, scatter["begin_us"] - gather["end_us"]], abs=0.02)
     assert gather["tiles"] == len(tables["tasks1"]) + sum(number % 3 != 0 for number in range(len(tables["tasks1"])))
     assert gather["begin_us"] == 9.98 and gather["first_tile_begins_us"] == 16.32
-    assert gather["rows_placed"] == len(tables["delivery_order"]) and gather["placed_us"]["first"] == 10.66
+    assert gather["rows_placed"] == len(tables["delivery_order"]) and gather["rows_placed_by_consumers"] == BLOCKS
     lanes = gather["consumers_multiply"] + gather["consumers_emit"] + gather["consumers_wait_for_inputs"]
     assert 0 < lanes < 1 and 0 < gather["loaders_at_gate"] < 0.2 and 0 < gather["movers_busy"] < 1
     assert scatter["jobs"]["first_ready_us"] == 90.34 and scatter["jobs"]["done_before_last_tile"] == 0
@@ -187,3 +188,4 @@ def test_numbers_here_are_those_of_the_header():
     assert re.search(r"STAMP_KERNELS = 3, STAMP_WRITERS = 12", text)
     assert (stamps.KERNELS, stamps.WRITERS, WRITERS) == (3, 12, 12)
     assert re.search(rf"MAX_COL_GROUPS = {COLUMN_GROUPS};", (REPO / "tk_kernels/nvlink/call.cuh").read_text())
+    assert re.search(rf"OPEN_CLUSTER = {BUILD_BLOCKS};", (REPO / "tk_kernels/nvlink/tables.cuh").read_text())

@@ -6,6 +6,7 @@
 #include "../hooks/noop.cuh"
 #include "combine.cuh"
 #include "hooks.cuh"
+#include "place_first_rows.cuh"
 #include "pull_rows.cuh"
 
 namespace moe_tk::nvlink {
@@ -30,7 +31,7 @@ template <class Cfg> constexpr int gather_shared_bytes() {
     return int(sizeof(gather_shared<Cfg>));
 }
 
-// gather-GEMM. Roles: consumer warpgroups; then one loader warp (gates), one storer warp per consumer warpgroup, and the
+// gather-GEMM. Roles: consumer warpgroups (they place the first rows); then one loader warp (gates), one storer warp per consumer warpgroup, and the
 // mover warp.
 template <class Cfg, class Epilogue>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
@@ -62,6 +63,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
         }
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
+        place_first_rows(g.gate.call, p);
         consume_tasks<Cfg, Epilogue>(g, s.gemm, rank, num_k_blocks, kittens::warpgroup::groupid());
     }
     if constexpr (Cfg::CLUSTER > 1) {
@@ -98,7 +100,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
         stamp_restart();
         kittens::wait_prerequisite_grids();
         stamp_lap_warp(stamp_kind::launch_wait, 0);
-        combine_and_reduce(c, p);
+        combine_and_reduce<4>(c, p);
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
         consume_tasks<Cfg, plain_epilogue>(g, s, rank, num_k_blocks, kittens::warpgroup::groupid());
@@ -106,7 +108,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
         stamp_restart();
         kittens::wait_prerequisite_grids();
         stamp_lap_warp(stamp_kind::launch_wait, 0);
-        combine_and_reduce(c, p);
+        combine_and_reduce<8>(c, p);
     }
     if constexpr (Cfg::CLUSTER > 1) {
         __syncwarp();
