@@ -36,6 +36,8 @@ class CudaMoELayer(CpuMoELayer):
     device       of the tensors and of this rank's GPU (default: the current one)
     segments     batches of tokens whose tasks run one after the other (default 1)
     row_block    64 or 128 slots (default: chosen by the size of each call)
+    traced       the kernels record what they do (moe_tk.runtime.stamps, docs/trace.md); default MOE_TK_TRACE. Another build, and
+                 more memory than `memory` says
     reserve_sms  multiprocessors that are left to other streams. All blocks of a launch wait for each other, so they must be
                  resident together: a kernel of another stream that holds multiprocessors for longer than timeout_s needs this
     """
@@ -44,7 +46,8 @@ class CudaMoELayer(CpuMoELayer):
                  max_tokens_per_rank: int, mode: str = "ep", pattern: str = "auto", protocol: str = "nvlink",
                  dtype: torch.dtype = torch.bfloat16, activation: str | Activation = "swiglu", swiglu_limit: float | None = None,
                  weight_position: str = "before_l2", timeout_s: float | None = None, segments: int | None = None,
-                 device: torch.device | str | int | None = None, reserve_sms: int = 0, row_block: int | None = None) -> None:
+                 device: torch.device | str | int | None = None, reserve_sms: int = 0, row_block: int | None = None,
+                 traced: bool | None = None) -> None:
         self.group = resolve_group(group)
         with self.group.local_step("MoELayer", timeout_s=env("MOE_TK_TIMEOUT_S")):
             check_layer_sizes(world=self.group.world, rank=self.group.rank, num_experts=num_experts, top_k=top_k,
@@ -65,7 +68,8 @@ class CudaMoELayer(CpuMoELayer):
         with torch.inference_mode(False):  # what lives as long as the layer must serve calls in any mode
             self._calls = NvlinkLayer(self.group, geometry, device=self.device, activation=self.activation,
                                       weights_before_l2=weight_position == "before_l2", timeout_s=self.timeout_s,
-                                      segments=segments, row_block=row_block, reserve_sms=reserve_sms)
+                                      segments=segments, row_block=row_block, reserve_sms=reserve_sms,
+                                      traced=env("MOE_TK_TRACE") if traced is None else traced)
         self.session = self._calls.session
         self.ordinal = self.session.add_layer()
         self._signature = signature_of("moe_layer", "nvlink", geometry.shared_key(), self.ordinal, weight_position, self.activation)

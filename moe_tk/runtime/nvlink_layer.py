@@ -60,14 +60,14 @@ class NvlinkLayer:
 
     def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, activation: Activation,
                  weights_before_l2: bool, timeout_s: float, segments: int | None = None, row_block: int | None = None,
-                 reserve_sms: int = 0, passes: int | None = None) -> None:
+                 reserve_sms: int = 0, passes: int | None = None, traced: bool = False) -> None:
         """A collective. row_block None = chosen by the size of each call; segments None = 1: measured on two H200, the padding of
         more segments cost more time in the GEMMs than the earlier return of the results saved."""
         self.geometry, self.device, self.timeout_s = geometry, device, timeout_s
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
         self.segments, self.row_block, self.passes = segments, row_block, passes
         self.mover_blocks = 0  # blocks whose mover warp moves rows in GEMM 1; 0: all, which is right except to see what they cost
-        self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms)
+        self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms, traced=traced)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
 

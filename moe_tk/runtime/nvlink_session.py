@@ -23,6 +23,7 @@ from moe_tk.memory.nvlink_layout import OPEN_CLUSTER, NvlinkGeometry
 from moe_tk.runtime.faults import error_from, readable
 from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.records import write_records
+from moe_tk.runtime.stamps import StampBuffer
 from moe_tk.runtime.watch import LivenessWatch
 
 RECORD_GRACE_S = 0.3  # how long to wait for the other ranks' records before the error is written
@@ -60,8 +61,9 @@ class NvlinkSession:
     """Calls on one workspace: one at a time, in the same order on all ranks, every wait bounded."""
 
     def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, generation: int, reserve_sms: int,
-                 timeout_s: float) -> None:
-        """A collective. timeout_s bounds the set-up; calls have their own limit. reserve_sms are left to other streams."""
+                 timeout_s: float, traced: bool = False) -> None:
+        """A collective. timeout_s bounds the set-up; calls have their own limit. reserve_sms are left to other streams. traced: the
+        kernels record what they do in `stamps`, which is None otherwise."""
         self.group, self.geometry, self.device, self.generation = group, geometry, device, generation
         self.poisoned: str | None = None
         self.num_layers = 0
@@ -71,7 +73,10 @@ class NvlinkSession:
             self.workspace = NvlinkWorkspace(group, geometry, device=device, generation=generation, timeout_s=timeout_s)
             with group.local_step("workspace: native part", timeout_s=timeout_s):
                 self.num_sms = usable_sms(torch.cuda.get_device_properties(device).multi_processor_count, reserve_sms)
-                self.native = nvlink_module().Workspace(self.workspace.fields(self.num_sms))
+                module, fields = nvlink_module(traced), self.workspace.fields(self.num_sms)
+            self.stamps = StampBuffer(group, module, device=device, num_sms=self.num_sms, timeout_s=timeout_s) if traced else None
+            with group.local_step("workspace: launches", timeout_s=timeout_s):
+                self.native = module.Workspace({**fields, **self.stamps.fields()} if self.stamps else fields)
         self._mail = self.workspace.mailbox.numpy()
         # Not a method: the watch's thread would keep this session, and its memory, for ever.
         self.watch = LivenessWatch(group, partial(note_lost, self._mail), timeout_s=timeout_s)
@@ -191,17 +196,18 @@ class NvlinkSessionCache:
         self._sessions: weakref.WeakValueDictionary[tuple, NvlinkSession] = weakref.WeakValueDictionary()
         self._generation: dict[tuple, int] = {}
 
-    def get(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, reserve_sms: int) -> NvlinkSession:
+    def get(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, reserve_sms: int,
+            traced: bool = False) -> NvlinkSession:
         """The session of (group, geometry, device), made if any rank has none. A collective: all ranks ask together."""
         timeout_s = env("MOE_TK_FIRST_CALL_TIMEOUT_S")
         identity = (group.name, id(group.process_group))
-        key = (*identity, geometry, device, reserve_sms)
+        key = (*identity, geometry, device, reserve_sms, traced)
         session = self._sessions.get(key)
         usable = session is not None and session.poisoned is None
         with group.local_step("workspace: native module", timeout_s=timeout_s):
-            nvlink_module()  # built before ranks wait for each other, so that nobody times out on a compiler
+            nvlink_module(traced)  # built before ranks wait for each other, so that nobody times out on a compiler
         offer = {"have": session.generation if usable else 0, "last": self._generation.get(identity, 0),
-                 "key": geometry.shared_key(), "geometry": str(geometry)}
+                 "key": (geometry.shared_key(), traced), "geometry": f"{geometry}{', traced' * traced}"}
         offers = group.gather(offer, timeout_s=timeout_s, step="workspace: agree on one")
         for rank, other in enumerate(offers):
             if other["key"] != offers[0]["key"]:
@@ -211,7 +217,8 @@ class NvlinkSessionCache:
         if usable and all(other["have"] == offer["have"] for other in offers):
             return session
         self._generation[identity] = generation
-        session = NvlinkSession(group, geometry, device=device, generation=generation, reserve_sms=reserve_sms, timeout_s=timeout_s)
+        session = NvlinkSession(group, geometry, device=device, generation=generation, reserve_sms=reserve_sms, timeout_s=timeout_s,
+                                traced=traced)
         weakref.finalize(session, session.watch.close)
         self._sessions[key] = session
         return session
