@@ -1,6 +1,6 @@
 """Runs a function of tests.cuda.checks, or of another module there, on every rank, one process and one GPU each.
 
-    run_ranks("tables,checks_fp8.graphs", world=2, timeout_s=60)  from a test
+    run_ranks("tables,graphs", world=2, timeout_s=60)  from a test; names of another module: "checks_serial:tables"
     python -m tests.cuda.ranks CHECK RANK WORLD PORT  in each process
 """
 
@@ -15,6 +15,18 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_check(rank: int, world: int, names: str) -> None:
+    """A job of the pools of tests/ranks.py, for ranks that stay up between tests: names as in run_ranks, the current device."""
+    import torch
+
+    from tests.cuda import checks
+
+    ranks = checks.Ranks(rank, world, torch.device("cuda", torch.cuda.current_device()))
+    for name in names.split(","):
+        module, _, function = name.rpartition(":")
+        getattr(importlib.import_module(f"tests.cuda.{module or 'checks'}"), function)(ranks)
 
 
 def free_port() -> int:
@@ -60,9 +72,9 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=world)
     for name in check.split(","):
         begin = time.monotonic()
-        module, _, function = name.rpartition(".")
-        where = importlib.import_module(f"tests.cuda.{module}") if module else checks
-        getattr(where, function)(checks.Ranks(rank, world, device))
+        home, _, function = name.rpartition(":")
+        module = importlib.import_module(f"tests.cuda.{home or 'checks'}")
+        getattr(module, function)(checks.Ranks(rank, world, device))
         print(f"{name}: passed in {time.monotonic() - begin:.1f} s", flush=True)
     os._exit(0)  # a peer may be gone: no collective tear-down
 

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../platform/stamps.cuh"
 #include "../protocol/control.hpp"
 
 namespace moe_tk::nvlink {
@@ -56,6 +57,9 @@ struct call_view {
     int world, rank, max_tokens, top_k, hidden, job_chunk, job_chunks;
     int row_bytes;             // between sent rows: H bf16, or H e4m3 with their H / 128 scales behind them
     int keeps_own;             // rows are sent to their own rank too (e4m3)
+#ifdef MOE_TK_TRACE
+    stamp_buffer stamps;
+#endif
 
     template <class T> __device__ T *region(int owner, int64_t offset) const { return reinterpret_cast<T *>(base[owner] + offset); }
     __device__ protocol::control_block *control(int owner) const { return region<protocol::control_block>(owner, at.control); }

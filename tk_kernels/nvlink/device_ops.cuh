@@ -27,9 +27,6 @@ __device__ __forceinline__ void store_release_sys(uint32_t *word, uint32_t value
 __device__ __forceinline__ void add_release_gpu(uint32_t *word, uint32_t value) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
-__device__ __forceinline__ void add_relaxed_gpu(uint32_t *word, uint32_t value) {
-    asm volatile("red.relaxed.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
-}
 __device__ __forceinline__ uint32_t fetch_add_acq_rel_gpu(uint32_t *word, uint32_t value) {
     uint32_t old;
     asm volatile("atom.acq_rel.gpu.global.add.u32 %0, [%1], %2;" : "=r"(old) : "l"(word), "r"(value) : "memory");
@@ -51,7 +48,6 @@ __device__ __forceinline__ uint32_t exchange_acq_rel_gpu(uint32_t *word, uint32_
     asm volatile("atom.acq_rel.gpu.global.exch.b32 %0, [%1], %2;" : "=r"(old) : "l"(word), "r"(value) : "memory");
     return old;
 }
-__device__ __forceinline__ void fence_gpu() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // Wall clock (ns), monotonic on one GPU.

@@ -16,19 +16,20 @@ using kittens::bf16;
 template <class T> struct pull_params {
     const T *tokens;  // [num_tokens, H] of this rank; e4m3: nullptr, own rows are sent like all others
     T *gathered;      // [slots, H]
-    float *scales;    // e4m3: [H / 128, slots] of the gathered rows
+    float *scales;    // e4m3: [H / 128, scales_stride] of the gathered rows
     int64_t scales_stride;
     const int *counts, *delivery_order, *slots;
     uint32_t *arrived, *next_row;
     int row_block, col_blocks;  // of GEMM 1
+    unsigned mover_blocks;      // blocks whose mover moves rows, at least 1: rows are dispensed, so any number moves them all
 };
 
 // A ring of pieces of rows. LOADS pieces are on their way in; the others are on their way out. A piece of e4m3 holds 2048
-// columns with their scales, and leaves room for the scales that the GEMM keeps in shared memory.
+// columns with their scales, and the ring leaves room for the scales that the GEMM keeps in shared memory.
 template <class T> struct pull_shared {
     static constexpr bool SCALED = sizeof(T) == 1;
     static constexpr int PIECES = SCALED ? 7 : 8, LOADS = SCALED ? 4 : 5, PIECE_BYTES = SCALED ? 2112 : 2048;
-    static constexpr int TOGETHER = 3, ROWS = PIECES + 1 + TOGETHER;  // a row is noted before the one PIECES earlier is announced
+    static constexpr int ROWS = PIECES + 2;  // a row is noted before the one PIECES earlier is announced
     alignas(64) uint8_t ring[PIECES][PIECE_BYTES];
     int slot_of[ROWS][32];  // by row number modulo ROWS: slot of choice `lane`, or -1
     kittens::semaphore full[PIECES];
@@ -62,6 +63,7 @@ template <class T> class row_sources {
             __syncwarp();  // what lane 0 has acquired holds for all lanes
             if (!__shfl_sync(0xffffffff, int(ok), 0)) return nullptr;
             ready_ |= 1u << source;
+            stamp_lap_warp(stamp_kind::source_wait, source);
         }
         return c_.row<const T>(c_.rank, source, token);
     }
@@ -75,21 +77,21 @@ template <class T> class row_sources {
 template <class T> class row_puller {
   public:
     __device__ row_puller(const call_view &c, const pull_params<T> &p, pull_shared<T> &s)
-        : c_(c), p_(p), s_(s), sources_(c, p.tokens), lane_(kittens::laneid()), copied_(S::SCALED ? (scales_at() + c.hidden / 32 + 15) / 16 * 16 : scales_at()),
-          per_row_((copied_ + S::PIECE_BYTES - 1) / S::PIECE_BYTES), num_rows_(__ldg(p.counts + COUNT_JOBS)),
-          together_(num_rows_ > 16 * int(gridDim.x) ? S::TOGETHER : 1) {}
+        : c_(c), p_(p), s_(s), sources_(c, p.tokens), lane_(kittens::laneid()),
+          row_bytes_(S::SCALED ? (scales_at() + c.hidden / 32 + 15) / 16 * 16 : scales_at()),
+          per_row_((row_bytes_ + S::PIECE_BYTES - 1) / S::PIECE_BYTES) {}
 
     // Until the list of rows is used up. Loads run LOADS pieces ahead of stores; a piece's place is free again, and its
-    // row announced, once its stores are complete. What leads to a row (its place in the list, its number, its slots) is
-    // fetched one row ahead for each of the three, so that a row costs one such latency and not their sum.
+    // row announced, once its stores are complete.
     __device__ void run() {
-        int row = row_at(take_item(p_.next_row)), slot = slot_of(row), next_row = row_at(take_item(p_.next_row)), next_item = ask();
-        int number = 0, loaded = 0;
-        for (; row >= 0; ++number) {
+        const int num_rows = __ldg(p_.counts + COUNT_JOBS);
+        int number = 0, loaded = 0, next = take_item(p_.next_row);
+        for (; next < num_rows; ++number) {
+            const int row = __ldg(p_.delivery_order + next);
+            next = take_item(p_.next_row);
             const T *from = sources_.find(row);
             if (from == nullptr) break;
-            s_.slot_of[number % S::ROWS][lane_] = slot;
-            row = next_row, slot = slot_of(row), next_row = row_at(__shfl_sync(0xffffffff, next_item, 0)), next_item = ask();
+            s_.slot_of[number % S::ROWS][lane_] = lane_ < c_.top_k ? __ldg(p_.slots + int64_t(row) * c_.top_k + lane_) : -1;
             for (int part = 0; part < per_row_; ++part, ++loaded) {
                 if (loaded >= S::PIECES) {
                     kittens::tma::store_async_wait<S::PIECES - S::LOADS - 1>();
@@ -99,22 +101,19 @@ template <class T> class row_puller {
                 if (lane_ == 0) load(loaded, from, part);
                 if (loaded >= S::LOADS) store(loaded - S::LOADS);
             }
+            stamp_lap_warp(stamp_kind::move, row);
         }
         for (int piece = max(0, loaded - S::LOADS); piece < loaded; ++piece) store(piece);
         kittens::tma::store_async_wait<0>();
-        announce(number);
+        for (int piece = max(0, loaded - S::PIECES); piece < loaded; ++piece) retire(piece);
+        stamp_lap_warp(stamp_kind::drain, number);
     }
 
   private:
     using S = pull_shared<T>;
 
-    __device__ int ask() { return lane_ == 0 ? int(fetch_add_relaxed_gpu(p_.next_row, 1u)) : 0; }  // lane 0 gets the answer
-    __device__ int row_at(int item) const { return item < num_rows_ ? __ldg(p_.delivery_order + item) : -1; }
-    __device__ int slot_of(int row) const {
-        return row >= 0 && lane_ < c_.top_k ? __ldg(p_.slots + int64_t(row) * c_.top_k + lane_) : -1;
-    }
     __device__ int scales_at() const { return c_.hidden * int(sizeof(T)); }  // bytes of a row before its scales
-    __device__ int bytes_of(int part) const { return min(S::PIECE_BYTES, copied_ - part * S::PIECE_BYTES); }
+    __device__ int bytes_of(int part) const { return min(S::PIECE_BYTES, row_bytes_ - part * S::PIECE_BYTES); }
 
     __device__ void load(int piece, const T *from, int part) {
         const int at = piece % S::PIECES;
@@ -136,7 +135,7 @@ template <class T> class row_puller {
             if (first + S::PIECE_BYTES > scales_at()) spread_scales(s_.ring[at], first, slot);
     }
     // The scales in the piece that starts at byte `first` of its row: scale i goes to (i, slot) for the slot of every choice.
-    // ORDER scales_ready: plain stores of all lanes; announce makes them visible to bulk loads (asynchronous proxy) and releases
+    // ORDER scales_ready: plain stores of all lanes; retire makes them visible to bulk loads (asynchronous proxy) and releases
     // them together with the row, and arrival_gate acquires.
     __device__ void spread_scales(const uint8_t *piece, int first, int slot) {
         const int begin = max(0, first - scales_at()) / 4, end = min(c_.hidden / 128, (first + S::PIECE_BYTES - scales_at()) / 4);
@@ -151,30 +150,23 @@ template <class T> class row_puller {
             }
         }
     }
-    // The stores of this piece are complete. Where there are many rows, several are announced at a time: a fence waits for all
-    // that its warp has on the way.
+    // ORDER rows_ready: the lane's stores of this row are complete; releases them to arrival_gate::wait.
     __device__ void retire(int piece) {
         if (piece % per_row_ != per_row_ - 1) return;
-        const int rows = piece / per_row_ + 1;
-        if (rows - announced_ >= together_) announce(rows);
-    }
-    // ORDER rows_ready: the lanes' stores of the rows before `end` are complete; releases them to arrival_gate.
-    __device__ void announce(int end) {
-        if constexpr (S::SCALED) kittens::fence_proxy_async();
-        __syncwarp();
-        fence_gpu();
-        for (; announced_ < end; ++announced_) {
-            const int slot = s_.slot_of[announced_ % S::ROWS][lane_];
-            if (slot >= 0) add_relaxed_gpu(p_.arrived + slot / p_.row_block, 1u);
+        if constexpr (S::SCALED) {
+            kittens::fence_proxy_async();  // not sooner: by now the scales' stores have ended
+            __syncwarp();
         }
+        const int slot = s_.slot_of[piece / per_row_ % S::ROWS][lane_];
+        if (slot >= 0) add_release_gpu(p_.arrived + slot / p_.row_block, 1u);
+        stamp_moment_warp(stamp_kind::placed, piece / per_row_);
     }
 
     const call_view &c_;
     const pull_params<T> &p_;
     pull_shared<T> &s_;
     row_sources<T> sources_;
-    const int lane_, copied_, per_row_, num_rows_, together_;  // copied_: bytes that are loaded of a row, in pieces
-    int announced_ = 0;
+    const int lane_, row_bytes_, per_row_;  // row_bytes_: that are loaded, in pieces
 };
 
 }  // namespace moe_tk::nvlink
