@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_tk.errors import ArgumentError
 from moe_tk.memory.geometry import Geometry
 from moe_tk.memory.layout import Item, counter_items, end_of, local_items, symmetric_items
 from moe_tk.planner.plan import JOB_CHUNK, ROW_BLOCK, choose_pattern, default_segments
@@ -58,19 +59,30 @@ def layer_geometry(*, world: int, rank: int, num_experts: int, top_k: int, hidde
 
 def estimate_memory(*, world: int, rank: int = 0, num_experts: int, top_k: int, hidden_size: int, intermediate_size: int,
                     max_tokens_per_rank: int, mode: str = "ep", dtype: str = "bfloat16", pattern: str = "auto",
-                    row_block: int = ROW_BLOCK, segments: int | None = None, job_chunk: int = JOB_CHUNK) -> MemoryEstimate:
+                    row_block: int = ROW_BLOCK, segments: int | None = None, job_chunk: int = JOB_CHUNK,
+                    protocol: str = "shm") -> MemoryEstimate:
     """Memory of a layer's workspace on one rank, in bytes, itemised: equal to what MoELayer allocates.
 
     The workspace is shared by all layers of one (group, geometry); weights come on top. Defaults are those of
-    MoELayer on the CPU back end (segments: what its plan chooses for max_tokens_per_rank). Raises ArgumentError for sizes
-    that cannot be.
+    MoELayer on the CPU back end (segments: what its plan chooses for max_tokens_per_rank). protocol="nvlink" is the CUDA back end,
+    where dtype may also be "float8_e4m3fn", segments are 1 if not said, and pattern, row_block and job_chunk change nothing.
+    Raises ArgumentError for sizes that cannot be.
     """
     check_layer_sizes(world=world, rank=rank, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
                       intermediate_size=intermediate_size, max_tokens_per_rank=max_tokens_per_rank, mode=mode)
+    dtype = str(dtype).removeprefix("torch.")
+    if protocol == "nvlink":
+        from moe_tk.memory.nvlink_layout import NvlinkGeometry, nvlink_estimate  # it needs this module
+
+        return nvlink_estimate(NvlinkGeometry(world=world, rank=rank, max_tokens=max_tokens_per_rank, top_k=top_k,
+                                              num_experts=num_experts, hidden=hidden_size, intermediate_size=intermediate_size,
+                                              mode=mode, max_segments=segments or 1, dtype=dtype))
+    if protocol != "shm":
+        raise ArgumentError(f"protocol is {protocol!r}, wanted 'shm' or 'nvlink': others have no memory of their own")
     pattern = choose_pattern(pattern, [])
     if segments is None:
         segments = default_segments(max_tokens_per_rank)
     return estimate(layer_geometry(world=world, rank=rank, num_experts=num_experts, top_k=top_k, hidden_size=hidden_size,
                                    intermediate_size=intermediate_size, max_tokens_per_rank=max_tokens_per_rank, mode=mode,
-                                   dtype=str(dtype).removeprefix("torch."), pattern=pattern, row_block=row_block, segments=segments,
+                                   dtype=dtype, pattern=pattern, row_block=row_block, segments=segments,
                                    job_chunk=job_chunk))

@@ -51,6 +51,19 @@ def test_sym_05_items_hold_rows_scales_and_outputs_apart(world, mode):
     assert estimate.total == estimate.symmetric_bytes + estimate.local_bytes
 
 
+def test_estimate_memory_knows_the_back_end_and_the_dtype():
+    sizes = dict(world=2, rank=1, num_experts=30, top_k=4, max_tokens_per_rank=512, intermediate_size=256, segments=2)
+    for dtype in ("bfloat16", E4M3):
+        name = str(dtype).removeprefix("torch.")
+        estimate = moe_tk.estimate_memory(hidden_size=1024, protocol="nvlink", dtype=dtype, **sizes)
+        assert estimate == nvlink_estimate(geometry(rank=1, dtype=name))
+    assert moe_tk.estimate_memory(hidden_size=1024, **sizes).total != estimate.total
+    with pytest.raises(ArgumentError, match="protocol is 'pcie', wanted 'shm' or 'nvlink'"):
+        moe_tk.estimate_memory(hidden_size=1024, protocol="pcie", **sizes)
+    with pytest.raises(ArgumentError, match="hidden_size is 1000"):
+        moe_tk.estimate_memory(hidden_size=1000, protocol="nvlink", dtype="float8_e4m3fn", **sizes)
+
+
 def test_the_dtype_is_part_of_what_ranks_agree_on():
     assert geometry().shared_key() != geometry(dtype="bfloat16").shared_key()
 
