@@ -1,5 +1,6 @@
 // Python bindings of the fused layer over NVLink. Device pointers and streams are integers; nothing here includes torch.
 // with: tk_kernels/nvlink/open_call.cu tk_kernels/nvlink/fused_gemm.cu
+// with: tk_kernels/bindings/nvlink_ops.cu tk_kernels/nvlink/dense.cu tk_kernels/nvlink/routed_ops.cu
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9,6 +10,7 @@
 
 #include "../nvlink/layer.cuh"
 #include "fields.hpp"
+#include "nvlink_ops.hpp"
 
 namespace py = pybind11;
 using namespace moe_tk;
@@ -109,6 +111,10 @@ py::list list_variants() {
 
 }  // namespace
 
+namespace moe_tk::bindings {
+nvlink::workspace_view workspace_of(const py::dict &values) { return read_workspace(values); }
+}  // namespace moe_tk::bindings
+
 PYBIND11_MODULE(moe_tk_nvlink, m) {
     m.doc() = "The fused MoE layer over NVLink; device pointers and streams are integers";
     m.attr("CONTROL_BYTES") = sizeof(protocol::control_block);
@@ -120,4 +126,5 @@ PYBIND11_MODULE(moe_tk_nvlink, m) {
     py::class_<workspace>(m, "Workspace")
         .def(py::init<const py::dict &>(), py::arg("fields"))
         .def("run", &workspace::run, py::arg("call"), py::kw_only(), py::arg("stages"), py::arg("timeout_s"), py::arg("stream"));
+    bindings::add_nvlink_ops(m);
 }

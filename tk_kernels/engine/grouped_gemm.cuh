@@ -40,6 +40,12 @@ template <class Cfg, class Gate, class Epilogue, class Push> struct gemm_globals
     typename Epilogue::params epilogue;
     typename Push::params push;
     tma::cache_policy tokens_policy, weights_policy;
+    // Where a tile's operands and results lie. Globals of which they lie in several tensors, or in another order, hide these.
+    __device__ const auto &tokens_of(const tile_task &) const { return tokens; }
+    __device__ coord<> tokens_at(const tile_task &t, int row, int k) const { return {0, 0, t.row_block * Cfg::BLOCK_M + row, k}; }
+    __device__ coord<> weights_at(const tile_task &t, int row, int k) const { return {0, t.expert, row, k}; }
+    __device__ const auto &out_of(const tile_task &) const { return out; }
+    __device__ coord<> out_at(const tile_task &t, int row, int col) const { return {0, 0, t.row_block * Cfg::BLOCK_M + row, col}; }
 };
 
 template <class Cfg, class Out> struct gemm_shared {
@@ -96,7 +102,7 @@ __device__ __forceinline__ void load_stage(const G &g, Shared &s, int stage, con
     using ST_B = typename G::b_slab;
     semaphore &sem = s.inputs_arrived[stage];
     auto &in = s.inputs[stage];
-    const int row = w.task.row_block * Cfg::BLOCK_M, col = w.task.col_block * Cfg::BLOCK_N;
+    const int col = w.task.col_block * Cfg::BLOCK_N;
     const uint32_t scale_bytes = Cfg::SCALED ? a_slabs * Cfg::A_SLAB * sizeof(float) : 0;
     tma::expect_bytes(sem, Cfg::PANELS * (a_slabs * ST_A::num_bytes + 2 * ST_B::num_bytes) + scale_bytes);
 #pragma unroll
@@ -105,16 +111,17 @@ __device__ __forceinline__ void load_stage(const G &g, Shared &s, int stage, con
 #pragma unroll
         for (int i = 0; i < Cfg::BLOCK_M / Cfg::A_SLAB; ++i)
             if (i < a_slabs)
-                load_slab<Cfg>(in.a[p].template row_slab<Cfg::A_SLAB>(i), g.tokens, {0, 0, row + i * Cfg::A_SLAB, k}, sem,
-                               w.share_a(), i % Cfg::CLUSTER == rank, g.tokens_policy);
+                load_slab<Cfg>(in.a[p].template row_slab<Cfg::A_SLAB>(i), g.tokens_of(w.task),
+                               g.tokens_at(w.task, i * Cfg::A_SLAB, k), sem, w.share_a(), i % Cfg::CLUSTER == rank,
+                               g.tokens_policy);
 #pragma unroll
         for (int i = 0; i < 2; ++i)
             load_slab<Cfg>(in.b[p].template row_slab<Cfg::B_SLAB>(i), g.weights,
-                           {0, w.task.expert, col + i * Cfg::B_SLAB, k}, sem, w.share_b(), i % Cfg::CLUSTER == rank,
+                           g.weights_at(w.task, col + i * Cfg::B_SLAB, k), sem, w.share_b(), i % Cfg::CLUSTER == rank,
                            g.weights_policy);
     }
     if constexpr (Cfg::SCALED) {
-        const float *scales = g.scales.tokens + k_block * g.scales.tokens_stride + row;
+        const float *scales = g.scales.tokens + k_block * g.scales.tokens_stride + w.task.row_block * Cfg::BLOCK_M;
         if (scale_bytes > 0) tma::load_bulk_async(s.token_scales[stage].data, scales, scale_bytes, sem);
     }
 }
@@ -276,10 +283,10 @@ template <class Cfg, class Epilogue, class G, class Shared>
 __device__ __forceinline__ void store_tile(const G &g, Shared &s, ring_position<Cfg::OUT_STAGES> at, const tile_task &t, int wg) {
     constexpr int COLS = Cfg::WG_COLS / Epilogue::COLUMN_RATIO, OUT_COLS = out_tile<typename G::Out>::cols;
     constexpr int CHUNKS = COLS / OUT_COLS;
-    const int row = t.row_block * Cfg::BLOCK_M + (wg / Cfg::WGS_N) * Cfg::WG_ROWS;
+    const int row = (wg / Cfg::WGS_N) * Cfg::WG_ROWS;
     const int col = t.col_block * (Cfg::BLOCK_N / Epilogue::COLUMN_RATIO) + (wg % Cfg::WGS_N) * COLS;
     // Rows of this warpgroup that are not padding, in slabs; the storer is called only where there is one.
-    const int slabs = ceil_div(t.rows - (wg / Cfg::WGS_N) * Cfg::WG_ROWS, Cfg::OUT_SLAB);
+    const int slabs = ceil_div(t.rows - row, Cfg::OUT_SLAB);
     int previous = 0;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
@@ -287,8 +294,8 @@ __device__ __forceinline__ void store_tile(const G &g, Shared &s, ring_position<
 #pragma unroll
         for (int i = 0; i < Cfg::WG_ROWS / Cfg::OUT_SLAB; ++i)
             if (i < slabs)
-                tma::store_async(g.out, s.outputs[wg][at.stage].template row_slab<Cfg::OUT_SLAB>(i),
-                                 coord<>(0, 0, row + i * Cfg::OUT_SLAB, col + c * OUT_COLS));
+                tma::store_async(g.out_of(t), s.outputs[wg][at.stage].template row_slab<Cfg::OUT_SLAB>(i),
+                                 g.out_at(t, row + i * Cfg::OUT_SLAB, col + c * OUT_COLS));
         tma::store_commit_group();
         if (Cfg::OUT_STAGES == 1) {
             tma::store_async_read_wait<0>();

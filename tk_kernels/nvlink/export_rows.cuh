@@ -9,9 +9,14 @@ namespace moe_tk::nvlink {
 __device__ __forceinline__ void export_rows(const open_globals &g, uint32_t epoch) {
     const call_view &c = g.call;
     const int num_blocks = gridDim.x - OPEN_CLUSTER, block = blockIdx.x - OPEN_CLUSTER;
-    const int64_t vectors = g.refused ? 0 : int64_t(g.num_tokens) * c.hidden / 8, stride = int64_t(num_blocks) * OPEN_THREADS;
+    const int64_t vectors = g.refused || g.hidden_states == nullptr ? 0 : int64_t(g.num_tokens) * c.hidden / 8, stride = int64_t(num_blocks) * OPEN_THREADS;
     const uint4 *from = static_cast<const uint4 *>(g.hidden_states);
     uint4 *to = c.row<uint4>(c.rank, 0);
+    if (g.export_waits) {
+        if (int(threadIdx.x) < c.world)
+            spin_until(c.posted(c.rank, threadIdx.x), epoch, c, {phase_id::exchange, role_id::send, int(threadIdx.x), int(threadIdx.x)});
+        __syncthreads();
+    }
     int64_t i = int64_t(block) * OPEN_THREADS + threadIdx.x;
     for (; i + 3 * stride < vectors; i += 4 * stride) {
         uint4 v[4];

@@ -17,27 +17,44 @@ template <class Base> struct fused_config : Base {
     static_assert(PRODUCER_REGISTERS + Base::CONSUMER_WGS * CONSUMER_REGISTERS <= 168 * (Base::CONSUMER_WGS + 1), "registers of a block");
 };
 
-template <class Cfg> struct gather_shared {
-    gemm_shared<Cfg, bf16> gemm;
-    pull_shared pull;
+// What the spare warps of the layer's two GEMMs do: the mover of the first, the finish of the second.
+struct pull_mover {
+    using gate = arrival_gate;
+    using params = pull_params;
+    using shared = pull_shared;
+    __device__ static void init(shared &s) { init_pull(s); }
+    __device__ static void run(const call_view &c, const params &p, shared &s) { row_puller(c, p, s).run(); }
 };
-template <class Cfg> constexpr int gather_shared_bytes() {
-    static_assert(sizeof(gather_shared<Cfg>) <= kittens::MAX_SHARED_MEMORY, "stages, outputs and the mover's ring exceed shared memory");
-    return int(sizeof(gather_shared<Cfg>));
+struct combine_finish {
+    using push = count_push;
+    using params = combine_params;
+    __device__ static void run(const call_view &c, const params &p) { combine_and_reduce(c, p); }
+};
+
+template <class Cfg, class Mover = pull_mover> struct gather_shared {
+    gemm_shared<Cfg, bf16> gemm;
+    typename Mover::shared mover;
+};
+template <class Cfg, class Mover = pull_mover> constexpr int gather_shared_bytes() {
+    static_assert(sizeof(gather_shared<Cfg, Mover>) <= kittens::MAX_SHARED_MEMORY, "stages, outputs and the mover's ring exceed shared memory");
+    return int(sizeof(gather_shared<Cfg, Mover>));
 }
 
+// Globals of gather_gemm, if its rows lie in one tensor and its weights in the kernels' order.
+template <class Cfg, class Epilogue, class Mover> using gather_globals = gemm_globals<Cfg, typename Mover::gate, Epilogue, no_push>;
+
 // gather-GEMM. Roles: consumer warpgroups; then one loader warp (gates), one storer warp per consumer warpgroup, and the
-// mover warp.
-template <class Cfg, class Epilogue>
+// mover warp. The mover says what the gate waits for.
+template <class Cfg, class Epilogue, class Mover = pull_mover, class Globals = gather_globals<Cfg, Epilogue, Mover>>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
-    const __grid_constant__ gemm_globals<Cfg, arrival_gate, Epilogue, no_push> g, const __grid_constant__ pull_params p) {
+    const __grid_constant__ Globals g, const __grid_constant__ typename Mover::params p) {
     static_assert(Cfg::CONSUMER_WGS <= 2, "loader, storers and mover fill one warpgroup");
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
-    auto &s = *reinterpret_cast<gather_shared<Cfg> *>(dynamic_shared);
+    auto &s = *reinterpret_cast<gather_shared<Cfg, Mover> *>(dynamic_shared);
     const int warp = kittens::warpid(), rank = Cfg::CLUSTER == 1 ? 0 : kittens::cluster_ctarank();
     const int num_k_blocks = kittens::ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
     if (threadIdx.x == 0) {
-        init_pull(s.pull);
+        Mover::init(s.mover);
         init_semaphores<Cfg>(s.gemm);
     }
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
@@ -46,11 +63,11 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;
         if (role == 0) {
-            if (kittens::elect_one()) load_tasks<Cfg, arrival_gate>(g, s.gemm, rank, num_k_blocks);
+            if (kittens::elect_one()) load_tasks<Cfg, typename Mover::gate>(g, s.gemm, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
             store_tasks<Cfg, Epilogue, no_push>(g, s.gemm, rank, role - 1);
         } else if (role == 3) {
-            row_puller(g.gate.call, p, s.pull).run();
+            Mover::run(g.gate.call, p, s.mover);
         }
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
@@ -62,11 +79,10 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
     }
 }
 
-// GEMM-scatter. The spare warp combines from the start; the others join it when their tiles are done.
-template <class Cfg>
+// GEMM-scatter. The spare warp finishes rows (combines, reduces) from the start; the others join it when their tiles are done.
+template <class Cfg, class Finish = combine_finish, class Globals = gemm_globals<Cfg, no_gate, plain_epilogue, typename Finish::push>>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
-    const __grid_constant__ gemm_globals<Cfg, no_gate, plain_epilogue, count_push> g,
-    const __grid_constant__ call_view c, const __grid_constant__ combine_params p) {
+    const __grid_constant__ Globals g, const __grid_constant__ call_view c, const __grid_constant__ typename Finish::params p) {
     static_assert(Cfg::CONSUMER_WGS <= 2, "loader, storers and combiner fill one warpgroup");
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
     auto &s = *reinterpret_cast<gemm_shared<Cfg, bf16> *>(dynamic_shared);
@@ -81,15 +97,15 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
         if (role == 0) {
             if (kittens::elect_one()) load_tasks<Cfg, no_gate>(g, s, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
-            store_tasks<Cfg, plain_epilogue, count_push>(g, s, rank, role - 1);
+            store_tasks<Cfg, plain_epilogue, typename Finish::push>(g, s, rank, role - 1);
         }
         __syncwarp();
-        combine_and_reduce(c, p);
+        Finish::run(c, p);
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
         consume_tasks<Cfg, plain_epilogue>(g, s, rank, num_k_blocks, kittens::warpgroup::groupid());
         __syncwarp();
-        combine_and_reduce(c, p);
+        Finish::run(c, p);
     }
     if constexpr (Cfg::CLUSTER > 1) {
         __syncwarp();

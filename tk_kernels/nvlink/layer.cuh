@@ -34,6 +34,7 @@ struct layer_call {
     int num_tokens, refused, ids_are_64, weights_are_bf16;
     int variant, segments, weights_before_l2;
     float alpha, beta, limit;
+    int export_waits = 0;  // the call before owed no rows, so that only a rank's header says that it has read them all
 };
 
 enum stage_bit { STAGE_OPEN = 1, STAGE_GATHER = 2, STAGE_SCATTER = 4 };
