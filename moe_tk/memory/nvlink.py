@@ -102,16 +102,22 @@ class NvlinkWorkspace:
     def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, generation: int,
                  timeout_s: float) -> None:
         self.group, self.geometry, self.device = group, geometry, device
-        self._symmetric = {item.name: item for item in symmetric_items(geometry)}
+        symmetric, tables, rows = self.items_of(geometry)
+        self._symmetric = {item.name: item for item in symmetric}
         self.heap = NvlinkHeap(group, end_of(tuple(self._symmetric.values())), device=device, timeout_s=timeout_s,
                                tag=f"workspace {generation} of {geometry.shared_key()}")
         self._local: dict[str, tuple[torch.Tensor, Item]] = {}
-        for items, fill in ((table_items(geometry), True), (row_items(geometry), False)):
+        for items, fill in ((tables, True), (rows, False)):
             make = torch.zeros if fill else torch.empty
             buffer = make(end_of(items), dtype=torch.uint8, device=device)
             self._local.update({item.name: (buffer, item) for item in items})
         self.mailbox = torch.zeros(8, dtype=torch.int32, pin_memory=True)
         torch.cuda.synchronize(device)
+
+    @staticmethod
+    def items_of(geometry: NvlinkGeometry) -> tuple[tuple[Item, ...], tuple[Item, ...], tuple[Item, ...]]:
+        """(symmetric regions, tables, rows) of a workspace."""
+        return symmetric_items(geometry), table_items(geometry), row_items(geometry)
 
     @property
     def allocated_bytes(self) -> int:

@@ -46,6 +46,9 @@ def usable_sms(sms: int, reserve_sms: int) -> int:
 class NvlinkSession:
     """Calls on one workspace: one at a time, in the same order on all ranks, every wait bounded."""
 
+    WORKSPACE: type[NvlinkWorkspace] = NvlinkWorkspace
+    NATIVE = "Workspace"  # class of the module with the launches
+
     def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, generation: int, reserve_sms: int,
                  timeout_s: float) -> None:
         """A collective. timeout_s bounds the set-up; calls have their own limit. reserve_sms are left to other streams."""
@@ -55,9 +58,9 @@ class NvlinkSession:
         self._last_stream: torch.cuda.Stream | None = None
         self._lock = threading.Lock()
         with torch.cuda.device(device):
-            self.workspace = NvlinkWorkspace(group, geometry, device=device, generation=generation, timeout_s=timeout_s)
+            self.workspace = self.WORKSPACE(group, geometry, device=device, generation=generation, timeout_s=timeout_s)
             self.num_sms = usable_sms(torch.cuda.get_device_properties(device).multi_processor_count, reserve_sms)
-            self.native = nvlink_module().Workspace(self.workspace.fields(self.num_sms))
+            self.native = getattr(nvlink_module(), self.NATIVE)(self.workspace.fields(self.num_sms))
         self._mail = self.workspace.mailbox.numpy()
         self.watch = LivenessWatch(group, self._note_lost, timeout_s=timeout_s)
         group.gather(None, timeout_s=timeout_s, step="workspace: all ranks are ready")  # kernels are loaded everywhere
@@ -168,7 +171,8 @@ class NvlinkSession:
 class NvlinkSessionCache:
     """Live sessions by (group, geometry, device). Layers keep them alive; a session goes when its last layer goes."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: type[NvlinkSession] = NvlinkSession) -> None:
+        self._make = make
         self._sessions: weakref.WeakValueDictionary[tuple, NvlinkSession] = weakref.WeakValueDictionary()
         self._generation: dict[tuple, int] = {}
 
@@ -191,7 +195,7 @@ class NvlinkSessionCache:
         if usable and all(other["have"] == offer["have"] for other in offers):
             return session
         self._generation[identity] = generation
-        session = NvlinkSession(group, geometry, device=device, generation=generation, reserve_sms=reserve_sms, timeout_s=timeout_s)
+        session = self._make(group, geometry, device=device, generation=generation, reserve_sms=reserve_sms, timeout_s=timeout_s)
         weakref.finalize(session, session.watch.close)
         self._sessions[key] = session
         return session

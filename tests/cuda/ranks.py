@@ -1,11 +1,12 @@
 """Runs a function of tests.cuda.checks on every rank, one process and one GPU each, and reports what failed.
 
     run_ranks("tables,graphs", world=2, timeout_s=60)  from a test
-    python -m tests.cuda.ranks CHECK RANK WORLD PORT  in each process
+    python -m tests.cuda.ranks CHECK RANK WORLD PORT [MODULE]  in each process
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import subprocess
@@ -22,13 +23,13 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run_ranks(check: str, *, world: int = 2, timeout_s: float = 120.0, killed: tuple[int, ...] = ()) -> str:
+def run_ranks(check: str, *, world: int = 2, timeout_s: float = 120.0, killed: tuple[int, ...] = (), module: str = "checks") -> str:
     """Output of all ranks. Fails when a rank does not end with status 0 in time; ranks in `killed` must die by a signal."""
     port = free_port()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    processes = [subprocess.Popen([sys.executable, "-m", "tests.cuda.ranks", check, str(rank), str(world), str(port)], cwd=ROOT,
-                                  env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-                 for rank in range(world)]
+    command = [sys.executable, "-m", "tests.cuda.ranks", check]
+    processes = [subprocess.Popen([*command, str(rank), str(world), str(port), module], cwd=ROOT, env=environment,
+                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(world)]
     deadline = time.monotonic() + timeout_s
     outputs = []
     for process in processes:
@@ -47,6 +48,7 @@ def run_ranks(check: str, *, world: int = 2, timeout_s: float = 120.0, killed: t
 
 def main() -> None:
     check, rank, world, port = sys.argv[1], *map(int, sys.argv[2:5])
+    module = importlib.import_module(f"tests.cuda.{sys.argv[5] if len(sys.argv) > 5 else 'checks'}")
     import torch
     import torch.distributed as dist
 
@@ -59,7 +61,7 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=world)
     for name in check.split(","):
         begin = time.monotonic()
-        getattr(checks, name)(checks.Ranks(rank, world, device))
+        getattr(module, name)(checks.Ranks(rank, world, device))
         print(f"{name}: passed in {time.monotonic() - begin:.1f} s", flush=True)
     os._exit(0)  # a peer may be gone: no collective tear-down
 
