@@ -25,7 +25,7 @@ import torch.distributed as dist
 from moe_tk import ops, reference
 from moe_tk.group import resolve_group
 from moe_tk.ops import cuda_sessions
-from moe_tk.runtime.nvlink_ops import DENSE_RUN, DENSE_SEAL, OPEN
+from moe_tk.runtime.nvlink_ops import DENSE_RUN, OPEN
 
 WARM_UP = 3
 CHECKED_ROWS = 256
@@ -76,8 +76,8 @@ class Bench:
 
     def contenders(self) -> dict[str, Callable[[], object]]:
         """`alone` comes right after `fused`, which leaves the workspace as it needs it."""
-        return {"fused": self.fused, "alone": lambda: self.stage(DENSE_RUN), "open": lambda: self.stage(OPEN), "cublas": self.cublas,
-                "nccl + matmul": self.nccl, "nccl alone": self.communicate}
+        return {"fused": self.fused, "alone": lambda: self.stage(DENSE_RUN), "open": lambda: self.stage(OPEN),
+                "cublas": self.cublas, "nccl + matmul": self.nccl, "nccl alone": self.communicate}
 
     def check(self) -> float:
         """Relative error of some rows of every rank's part, the largest of any rank."""
