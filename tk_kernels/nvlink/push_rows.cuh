@@ -45,7 +45,7 @@ struct push_mover {
             item = take_item(p.next);
             if (load_relaxed_sys(&c.control(c.rank)->abort_flag) != 0) return;
             const int rows = min(p.item_rows, p.num_tokens - first), vectors = c.hidden / 8;
-            copy(p.x + int64_t(first) * vectors, c.plane<uint4>(to, c.rank, 0) + int64_t(first) * vectors, rows * vectors);
+            copy(p.x + int64_t(first) * vectors, reinterpret_cast<uint4 *>(c.plane<bf16>(to, c.rank, first)), rows * vectors);
             publish(c, p, to, first / p.block_rows, rows, epoch);
         }
     }
