@@ -15,12 +15,25 @@ from moe_tk.runtime.launch import Activation
 from moe_tk.runtime.nvlink_session import GATHER, NVLINK_SESSIONS, OPEN, SCATTER
 
 INTERLEAVE = 8        # swiglu_epilogue: gate and up rows alternate in groups of 8
+TILE_ROWS, TILE_COLS = 256, 64  # BLOCK_N and PANEL_K of the fused GEMMs
+DEFAULT_PASSES = 1    # over the columns of GEMM 2
 LARGE_TILE_ROWS = 96  # mean rows of an expert from which row blocks of 128 are used
+
+
+def tiled(weights: Tensor) -> Tensor:
+    """[E, N, K] as [E, N / 256, K / 64, 256, 64]: tiles of one load each, in the order of the loads. N and K padded with zeros."""
+    experts, rows, cols = weights.shape
+    row_tiles, col_tiles = -(-rows // TILE_ROWS), -(-cols // TILE_COLS)
+    tiles = weights.new_zeros(experts, row_tiles, col_tiles, TILE_ROWS, TILE_COLS)
+    for expert in range(experts):  # one at a time: a second copy of all would not fit beside a large model
+        padded = torch.nn.functional.pad(weights[expert], (0, col_tiles * TILE_COLS - cols, 0, row_tiles * TILE_ROWS - rows))
+        tiles[expert] = padded.view(row_tiles, TILE_ROWS, col_tiles, TILE_COLS).transpose(1, 2)
+    return tiles
 
 
 def engine_weights(w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
     """w13 [E, 2I, H] (gate rows first) and w2 [E, H, I] as the kernels read them: gate and up rows alternate in groups of 8,
-    I padded with zeros to a multiple of 8 (which adds nothing), and at least one expert."""
+    I padded with zeros to a multiple of 8 (which adds nothing), at least one expert, in tiles."""
     experts, twice, hidden = w13.shape
     inter = twice // 2
     padded = -(-inter // INTERLEAVE) * INTERLEAVE
@@ -31,7 +44,7 @@ def engine_weights(w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
         rows[:, :inter] = w13[:, half * inter:(half + 1) * inter]
         both[:, :, half] = rows.view(experts, padded // INTERLEAVE, INTERLEAVE, hidden)
     second[:experts, :, :inter] = w2
-    return both.reshape(max(1, experts), 2 * padded, hidden), second
+    return tiled(both.reshape(max(1, experts), 2 * padded, hidden)), tiled(second)
 
 
 def one_limit(activation: Activation) -> float:
@@ -47,12 +60,12 @@ class NvlinkLayer:
 
     def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, activation: Activation,
                  weights_before_l2: bool, timeout_s: float, segments: int | None = None, row_block: int | None = None,
-                 reserve_sms: int = 0) -> None:
+                 reserve_sms: int = 0, passes: int | None = None) -> None:
         """A collective. row_block None = chosen by the size of each call; segments None = 1: measured on two H200, the padding of
         more segments cost more time in the GEMMs than the earlier return of the results saved."""
         self.geometry, self.device, self.timeout_s = geometry, device, timeout_s
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
-        self.segments, self.row_block = segments, row_block
+        self.segments, self.row_block, self.passes = segments, row_block, passes
         self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
@@ -89,5 +102,5 @@ class NvlinkLayer:
                 "num_tokens": 0 if hidden is None else hidden.shape[0], "refused": hidden is None,
                 "ids_are_64": ids is not None and ids.dtype == torch.int64,
                 "weights_are_bf16": weights is not None and weights.dtype == torch.bfloat16, "variant": variant,
-                "segments": segments, "weights_before_l2": self.weights_before_l2, "alpha": self.activation.alpha,
+                "segments": segments, "passes": self.passes or DEFAULT_PASSES, "weights_before_l2": self.weights_before_l2, "alpha": self.activation.alpha,
                 "beta": self.activation.beta, "limit": self.limit}

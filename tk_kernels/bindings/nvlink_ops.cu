@@ -58,8 +58,8 @@ class dense_workspace {
         const cudaStream_t s = stream_of(stream);
         const auto &variant = nvlink::dense_variants[call.variant];
         if (stages & nvlink::DENSE_OPEN) nvlink::launch_open_dense(v, call, gathers ? 0 : 1, s);
-        if (stages & nvlink::DENSE_RUN) (gathers ? variant.gather : variant.scatter)(v, call, s);
-        if (stages & nvlink::DENSE_SEAL) nvlink::launch_seal_dense(v, call, s);
+        if (stages & nvlink::DENSE_RUN) (gathers ? variant.gather : variant.scatter)(v, call, stages & nvlink::DENSE_OPEN, s);
+        if (stages & nvlink::DENSE_SEAL) nvlink::launch_seal_dense(v, call, stages & nvlink::DENSE_RUN, s);
     }
 
   private:
@@ -80,7 +80,6 @@ class routed_workspace {
   public:
     explicit routed_workspace(const py::dict &values) : w_(workspace_of(values)) {
         nvlink::prepare_open_call();
-        for (int i = 0; i < nvlink::num_fused_variants; ++i) nvlink::fused_variants[i].prepare();
         nvlink::prepare_routed_ops();
     }
 
@@ -92,9 +91,10 @@ class routed_workspace {
             .topk_weights = f.pointer<void>("topk_weights"), .out = f.pointer<void>("out"), .w13 = f.pointer<void>("w13"),
             .w2 = f.pointer<void>("w2"), .signature = f.get<uint64_t>("signature"), .num_tokens = f.get<int>("num_tokens"),
             .refused = f.get<bool>("refused"), .ids_are_64 = f.get<bool>("ids_are_64"),
-            .weights_are_bf16 = f.get<bool>("weights_are_bf16"), .variant = f.get<int>("variant"), .segments = 1,
+            .weights_are_bf16 = f.get<bool>("weights_are_bf16"), .variant = f.get<int>("variant"), .segments = 1, .passes = 1,
             .weights_before_l2 = f.get<bool>("weights_before_l2"), .alpha = f.get<float>("alpha"), .beta = f.get<float>("beta"),
-            .limit = f.get<float>("limit"), .export_waits = 1};
+            .limit = f.get<float>("limit"), .export_waits = 1,
+            .activated_given = !(stages & nvlink::ROUTED_GATHER)};
         nvlink::workspace_view w = w_;
         w.activated = f.pointer<void>("activated");
         const nvlink::dispatch_result result{.activated = w.activated, .expert_offsets = f.pointer<int>("expert_offsets"),
@@ -106,9 +106,9 @@ class routed_workspace {
         w.call.timeout_ns = nanoseconds(timeout_s);
         const cudaStream_t s = stream_of(stream);
         if (stages & nvlink::ROUTED_OPEN) nvlink::launch_open_call(w, call, s);
-        if (stages & nvlink::ROUTED_GATHER) nvlink::launch_checkpoint_gather(w, call, s);
-        if (stages & nvlink::ROUTED_SCATTER) nvlink::fused_variants[call.variant].scatter(w, call, s);
-        if (stages & nvlink::ROUTED_HAND_OUT) nvlink::launch_hand_out(w, result, s);
+        if (stages & nvlink::ROUTED_GATHER) nvlink::launch_checkpoint_gather(w, call, stages & nvlink::ROUTED_OPEN, s);
+        if (stages & nvlink::ROUTED_SCATTER) nvlink::launch_checkpoint_scatter(w, call, stages & nvlink::ROUTED_GATHER, s);
+        if (stages & nvlink::ROUTED_HAND_OUT) nvlink::launch_hand_out(w, result, stages & nvlink::ROUTED_GATHER, s);
     }
 
   private:

@@ -34,14 +34,20 @@ struct dense_call {
     int num_tokens, refused, variant, k, n;
 };
 
+// Epoch of a row block of the plane of rank `from` at rank `owner`.
+__device__ __forceinline__ uint32_t *block_flag(const call_view &c, int owner, int from, int block) {
+    return c.region<uint32_t>(owner, c.at.combined) + from * c.job_chunks + block;
+}
+
 enum dense_stage { DENSE_OPEN = 1, DENSE_RUN = 2, DENSE_SEAL = 4 };
 
 struct dense_variant {
     const char *name;
     int row_block, col_block;
     void (*prepare)();
-    void (*gather)(const dense_view &, const dense_call &, cudaStream_t);
-    void (*scatter)(const dense_view &, const dense_call &, cudaStream_t);
+    // `behind`: the launch before it on the stream is the stage before it, and this one may start while that one ends.
+    void (*gather)(const dense_view &, const dense_call &, bool behind, cudaStream_t);
+    void (*scatter)(const dense_view &, const dense_call &, bool behind, cudaStream_t);
 };
 extern const dense_variant dense_variants[];
 extern const int num_dense_variants;
@@ -50,6 +56,6 @@ void prepare_dense();
 // First launch. `first` is the distance, in ranks, of the part that is computed first.
 void launch_open_dense(const dense_view &, const dense_call &, int first, cudaStream_t);
 // Last launch of AG+GEMM: NaN in place of a result that is none.
-void launch_seal_dense(const dense_view &, const dense_call &, cudaStream_t);
+void launch_seal_dense(const dense_view &, const dense_call &, bool behind, cudaStream_t);
 
 }  // namespace moe_tk::nvlink

@@ -14,19 +14,23 @@ namespace moe_tk::nvlink {
 // got at launch, 168 x NUM_THREADS: asking for one more would wait for ever.
 template <class Base> struct fused_config : Base {
     static constexpr int PRODUCER_REGISTERS = 88, CONSUMER_REGISTERS = 208;
+    static constexpr bool TILED_WEIGHTS = true;
     static_assert(PRODUCER_REGISTERS + Base::CONSUMER_WGS * CONSUMER_REGISTERS <= 168 * (Base::CONSUMER_WGS + 1), "registers of a block");
 };
 
 // What the spare warps of the layer's two GEMMs do: the mover of the first, the finish of the second.
 struct pull_mover {
     using gate = arrival_gate;
+    using push = count_push;
     using params = pull_params;
     using shared = pull_shared;
     __device__ static void init(shared &s) { init_pull(s); }
     __device__ static void run(const call_view &c, const params &p, shared &s) { row_puller(c, p, s).run(); }
 };
 struct combine_finish {
-    using push = count_push;
+    static constexpr bool AFTER_TABLES = false;  // the grid before it is GEMM 1, not the one that builds the tables
+    using gate = activated_gate;
+    using push = group_push;
     using params = combine_params;
     __device__ static void run(const call_view &c, const params &p) { combine_and_reduce(c, p); }
 };
@@ -41,10 +45,10 @@ template <class Cfg, class Mover = pull_mover> constexpr int gather_shared_bytes
 }
 
 // Globals of gather_gemm, if its rows lie in one tensor and its weights in the kernels' order.
-template <class Cfg, class Epilogue, class Mover> using gather_globals = gemm_globals<Cfg, typename Mover::gate, Epilogue, no_push>;
+template <class Cfg, class Epilogue, class Mover> using gather_globals = gemm_globals<Cfg, typename Mover::gate, Epilogue, typename Mover::push>;
 
 // gather-GEMM. Roles: consumer warpgroups; then one loader warp (gates), one storer warp per consumer warpgroup, and the
-// mover warp. The mover says what the gate waits for.
+// mover warp. The mover says what the gate waits for and who hears of finished tiles.
 template <class Cfg, class Epilogue, class Mover = pull_mover, class Globals = gather_globals<Cfg, Epilogue, Mover>>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
     const __grid_constant__ Globals g, const __grid_constant__ typename Mover::params p) {
@@ -59,13 +63,15 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
     }
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
     else __syncthreads();
+    kittens::wait_prerequisite_grids();    // the tables
+    kittens::launch_dependent_grids();     // gemm_scatter takes over each multiprocessor as it becomes free
     if (warp >= Cfg::CONSUMER_WARPS) {
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;
         if (role == 0) {
             if (kittens::elect_one()) load_tasks<Cfg, typename Mover::gate>(g, s.gemm, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
-            store_tasks<Cfg, Epilogue, no_push>(g, s.gemm, rank, role - 1);
+            store_tasks<Cfg, Epilogue, typename Mover::push>(g, s.gemm, rank, role - 1);
         } else if (role == 3) {
             Mover::run(g.gate.call, p, s.mover);
         }
@@ -80,7 +86,10 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
 }
 
 // GEMM-scatter. The spare warp finishes rows (combines, reduces) from the start; the others join it when their tiles are done.
-template <class Cfg, class Finish = combine_finish, class Globals = gemm_globals<Cfg, no_gate, plain_epilogue, typename Finish::push>>
+// Blocks start while gather_gemm ends: its tables are there (gather_gemm has waited for them before it let this grid start), rows
+// are gated. Only what finishes waits for gather_gemm's end, so that no later grid starts before that and its abort flag is final.
+template <class Cfg, class Finish = combine_finish,
+          class Globals = gemm_globals<Cfg, typename Finish::gate, plain_epilogue, typename Finish::push>>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
     const __grid_constant__ Globals g, const __grid_constant__ call_view c, const __grid_constant__ typename Finish::params p) {
     static_assert(Cfg::CONSUMER_WGS <= 2, "loader, storers and combiner fill one warpgroup");
@@ -91,20 +100,23 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
     if (threadIdx.x == 0) init_semaphores<Cfg>(s);
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
     else __syncthreads();
+    if constexpr (Finish::AFTER_TABLES) kittens::wait_prerequisite_grids();
     if (warp >= Cfg::CONSUMER_WARPS) {
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;
         if (role == 0) {
-            if (kittens::elect_one()) load_tasks<Cfg, no_gate>(g, s, rank, num_k_blocks);
+            if (kittens::elect_one()) load_tasks<Cfg, typename Finish::gate>(g, s, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
             store_tasks<Cfg, plain_epilogue, typename Finish::push>(g, s, rank, role - 1);
         }
         __syncwarp();
+        kittens::wait_prerequisite_grids();
         Finish::run(c, p);
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
         consume_tasks<Cfg, plain_epilogue>(g, s, rank, num_k_blocks, kittens::warpgroup::groupid());
         __syncwarp();
+        kittens::wait_prerequisite_grids();
         Finish::run(c, p);
     }
     if constexpr (Cfg::CLUSTER > 1) {

@@ -10,6 +10,11 @@ namespace moe_tk::nvlink {
 using kittens::bf16;
 using kittens::tma::cache_policy;
 
+// Rows of PANEL_K elements that one expert's weights have in tiles; moe_tk.runtime.nvlink_layer.tiled makes them.
+inline int tiled_rows(int n, int k, int block_n, int panel_k) {
+    return kittens::ceil_div(n, block_n) * block_n * kittens::ceil_div(k, panel_k);
+}
+
 template <class Cfg, class Gate, class Epilogue, class Push>
 gemm_globals<Cfg, Gate, Epilogue, Push> make_globals(const workspace_view &w, const void *in, int k, const void *weights,
                                                                    int n, void *out, typename Gate::params gate,
@@ -18,7 +23,8 @@ gemm_globals<Cfg, Gate, Epilogue, Push> make_globals(const workspace_view &w, co
     bf16 *tokens = static_cast<bf16 *>(const_cast<void *>(in)), *matrix = static_cast<bf16 *>(const_cast<void *>(weights));
     const int experts = w.num_local > 0 ? w.num_local : 1;  // a rank without experts has a dummy and no tasks
     return {.tokens = {tokens, 1, 1, w.max_slots, k},
-            .weights = {matrix, 1, experts, n, k},
+            .weights = {matrix, 1, experts, Cfg::TILED_WEIGHTS ? tiled_rows(n, k, Cfg::BLOCK_N, Cfg::PANEL_K) : n,
+                        Cfg::TILED_WEIGHTS ? Cfg::PANEL_K : k},
             .out = {static_cast<bf16 *>(out), 1, 1, w.max_slots, n / Epilogue::COLUMN_RATIO},
             .scales = {},
             .tasks = {.tasks = tasks, .num_tasks_ptr = w.tables.counts + count, .num_tasks = 0, .block_rows = w.tables.block_target},
@@ -30,13 +36,15 @@ gemm_globals<Cfg, Gate, Epilogue, Push> make_globals(const workspace_view &w, co
 }
 
 template <class Kernel, class... Args>
-void launch(Kernel kernel, int num_sms, int threads, int cluster, int smem, cudaStream_t stream, const Args &...args) {
-    cudaLaunchAttribute attr{};
-    attr.id = cudaLaunchAttributeClusterDimension;
-    attr.val.clusterDim.x = cluster, attr.val.clusterDim.y = 1, attr.val.clusterDim.z = 1;
+void launch(Kernel kernel, int num_sms, int threads, int cluster, int smem, bool behind, cudaStream_t stream, const Args &...args) {
+    cudaLaunchAttribute attrs[2]{};
+    attrs[0].id = cudaLaunchAttributeClusterDimension;
+    attrs[0].val.clusterDim.x = cluster, attrs[0].val.clusterDim.y = 1, attrs[0].val.clusterDim.z = 1;
+    attrs[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attrs[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(num_sms / cluster * cluster), config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = smem, config.stream = stream, config.attrs = &attr, config.numAttrs = 1;
+    config.dynamicSmemBytes = smem, config.stream = stream, config.attrs = attrs, config.numAttrs = behind ? 2 : 1;
     check_cuda(cudaLaunchKernelEx(&config, kernel, args...), "fused GEMM launch");
 }
 
@@ -47,37 +55,45 @@ template <class Gather, class Scatter> void prepare() {
                                     shared_bytes<Scatter, bf16>()), "gemm_scatter");
 }
 
-template <class Cfg> void launch_gather(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
-    const auto globals = make_globals<Cfg, arrival_gate, swiglu_epilogue, no_push>(
+template <class Cfg> void launch_gather(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
+    const auto globals = make_globals<Cfg, arrival_gate, swiglu_epilogue, count_push>(
         w, w.rows, w.call.hidden, call.w13, 2 * w.intermediate, w.activated, {w.call, w.counters.arrived},
-        {call.alpha, call.beta, call.limit, call.weights_before_l2 ? w.tables.slot_weight : nullptr}, {}, w.tables.tasks1,
-        COUNT_TASKS1);
+        {call.alpha, call.beta, call.limit, call.weights_before_l2 ? w.tables.slot_weight : nullptr}, {w.counters.l1_done},
+        w.tables.tasks1, COUNT_TASKS1);
     const pull_params pull{.tokens = static_cast<const bf16 *>(call.hidden_states), .gathered = static_cast<bf16 *>(w.rows),
                            .counts = w.tables.counts, .delivery_order = w.tables.delivery_order, .slots = w.tables.slots,
                            .arrived = w.counters.arrived, .next_row = w.counters.next_row, .row_block = Cfg::BLOCK_M};
-    launch(gather_gemm<Cfg, swiglu_epilogue>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(), stream,
+    launch(gather_gemm<Cfg, swiglu_epilogue>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(), behind, stream,
            globals, pull);
 }
 
-template <class Cfg> void launch_scatter(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
-    const auto globals = make_globals<Cfg, no_gate, plain_epilogue, count_push>(
-        w, w.activated, w.intermediate, call.w2, w.call.hidden, w.rows, {}, {}, {w.counters.l2_done}, w.tables.tasks2,
-        COUNT_TASKS2);
+// The same on all ranks: watermarks are by column group.
+inline column_groups groups_of(int hidden, int block_cols) {
+    const int col_blocks = kittens::ceil_div(hidden, block_cols);
+    return {col_blocks < MAX_COL_GROUPS ? col_blocks : MAX_COL_GROUPS, col_blocks};
+}
+
+template <class Cfg, int GATHER_COLS> void launch_scatter(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
+    const column_groups columns = groups_of(w.call.hidden, Cfg::BLOCK_N);
+    const auto globals = make_globals<Cfg, activated_gate, plain_epilogue, group_push>(
+        w, w.activated, w.intermediate, call.w2, w.call.hidden, w.rows,
+        {{w.call, w.counters.l1_done}, call.activated_given ? 0u : uint32_t(kittens::ceil_div(2 * w.intermediate, GATHER_COLS))}, {},
+        {w.counters.l2_done, columns}, w.tables.tasks2, COUNT_TASKS2);
     const combine_params combine{
         .counts = w.tables.counts, .slots = w.tables.slots, .job_order = w.tables.job_order,
         .chunk_expected = w.tables.chunk_expected, .token_counts = w.tables.token_counts, .contributors = w.tables.contributors,
-        .l2_done = w.counters.l2_done, .job_done = w.counters.job_done, .next_job = w.counters.next_job,
-        .next_token = w.counters.next_token, .expert_out = static_cast<const bf16 *>(w.rows),
-        .slot_weight = call.weights_before_l2 ? nullptr : w.tables.slot_weight, .out = static_cast<bf16 *>(call.out),
-        .num_tokens = call.num_tokens, .row_block = Cfg::BLOCK_M, .col_blocks = kittens::ceil_div(w.call.hidden, Cfg::BLOCK_N)};
-    launch(gemm_scatter<Cfg>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, shared_bytes<Cfg, bf16>(), stream, globals, w.call,
+        .l2_done = w.counters.l2_done, .job_done = w.counters.job_done, .next_item = w.counters.next_item,
+        .expert_out = static_cast<const bf16 *>(w.rows), .slot_weight = call.weights_before_l2 ? nullptr : w.tables.slot_weight,
+        .out = static_cast<bf16 *>(call.out), .num_tokens = call.num_tokens, .row_block = Cfg::BLOCK_M, .block_cols = Cfg::BLOCK_N,
+        .columns = columns};
+    launch(gemm_scatter<Cfg>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, shared_bytes<Cfg, bf16>(), behind, stream, globals, w.call,
            combine);
 }
 
 template <class Gather, class Scatter> constexpr fused_variant make_fused(const char *name) {
     static_assert(Gather::BLOCK_M == Scatter::BLOCK_M, "both GEMMs of a call share the slots and their row blocks");
     return {name, Gather::BLOCK_M, Gather::BLOCK_N, Scatter::BLOCK_N, gather_shared_bytes<Gather>(), shared_bytes<Scatter, bf16>(),
-            prepare<Gather, Scatter>, launch_gather<Gather>, launch_scatter<Scatter>};
+            prepare<Gather, Scatter>, launch_gather<Gather>, launch_scatter<Scatter, Gather::BLOCK_N>};
 }
 
 }  // namespace moe_tk::nvlink

@@ -13,7 +13,7 @@ struct workspace_view {
     call_view call;
     table_view tables;
     counter_view counters;
-    uint32_t *epoch, *blocks_done, *copies_done;
+    uint32_t *epoch, *blocks_done, *copies_done, *routing_sent;
     int *scratch;
     uint8_t *marks;        // [max_slots]
     void *rows;            // [max_slots, H] gathered rows, then the experts' outputs
@@ -28,13 +28,14 @@ struct workspace_view {
 struct layer_call {
     const void *hidden_states, *topk_ids, *topk_weights;
     void *out;
-    const void *w13;  // [E_local, 2 I, H], gate and up rows alternating in groups of 8
-    const void *w2;   // [E_local, H, I]
+    const void *w13;  // [E_local, 2 I, H], gate and up rows alternating in groups of 8, in tiles
+    const void *w2;   // [E_local, H, I], in tiles
     uint64_t signature;
     int num_tokens, refused, ids_are_64, weights_are_bf16;
-    int variant, segments, weights_before_l2;
+    int variant, segments, passes, weights_before_l2;  // passes: over the columns of GEMM 2, 1 .. MAX_COL_GROUPS
     float alpha, beta, limit;
-    int export_waits = 0;  // the call before owed no rows, so that only a rank's header says that it has read them all
+    int export_waits = 0;     // the call before owed no rows, so that only a rank's header says that it has read them all
+    int activated_given = 0;  // there is no GEMM 1 in this call
 };
 
 enum stage_bit { STAGE_OPEN = 1, STAGE_GATHER = 2, STAGE_SCATTER = 4 };
@@ -43,8 +44,9 @@ struct fused_variant {
     const char *name;
     int row_block, gather_cols, scatter_cols, gather_shared, scatter_shared;
     void (*prepare)();  // loads the kernels: nothing may be loaded while a rank waits
-    void (*gather)(const workspace_view &, const layer_call &, cudaStream_t);
-    void (*scatter)(const workspace_view &, const layer_call &, cudaStream_t);
+    // `behind`: the launch before it on the stream is the stage before it, and this one may start while that one ends.
+    void (*gather)(const workspace_view &, const layer_call &, bool behind, cudaStream_t);
+    void (*scatter)(const workspace_view &, const layer_call &, bool behind, cudaStream_t);
 };
 extern const fused_variant fused_variants[];
 extern const int num_fused_variants;

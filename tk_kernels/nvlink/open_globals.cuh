@@ -30,11 +30,14 @@ struct open_globals {
     int ids_are_64, weights_are_bf16;
     int num_experts, first_expert, num_local, tensor_parallel;
     divisor choices;            // by k
-    int row_block, segments, max_blocks;
+    int row_block, segments, max_blocks, max_slots;
     int col_blocks1, col_blocks2;  // of the two GEMMs
+    int passes;                 // over the columns of GEMM 2
     uint32_t *epoch;            // written by the last block
     uint32_t *blocks_done, *copies_done;  // self-resetting
+    uint32_t *routing_sent;     // epoch
     int *scratch;               // [SCRATCH_INTS]
+    uint8_t *marks;             // [max_slots]
 };
 
 struct open_shared {
@@ -48,6 +51,12 @@ inline int open_shared_bytes(int groups) { return int(sizeof(open_shared)) + OPE
 struct build_place {  // where a thread stands in cluster 0
     int block, warp, lane, thread, global_warp, global_thread;
 };
+
+// Rank of an expert in EP: counts differ by at most one, the first ranks have the larger ones.
+__device__ __forceinline__ int owner_of(const open_globals &g, int id) {
+    const int base = g.num_experts / g.call.world, extra = g.num_experts % g.call.world, large = extra * (base + 1);
+    return id < large ? id / (base + 1) : extra + (id - large) / max(base, 1);
+}
 
 __device__ __forceinline__ void cluster_barrier() { cooperative_groups::this_cluster().sync(); }
 

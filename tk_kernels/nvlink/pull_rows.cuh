@@ -1,6 +1,7 @@
-// Mover role: reads each wanted token once, from its owner's memory or this GPU's own, in delivery order, and writes it to
-// all its slots. One warp of every block; bulk copies through a small ring in shared memory, so that it needs neither
-// registers nor a multiprocessor of its own.
+// Mover role: reads each wanted token once, from this rank's tokens or from what the other ranks have sent, in delivery order,
+// and writes it to all its slots. One warp of every block; bulk copies through a small ring in shared memory, so that it needs
+// neither registers nor a multiprocessor of its own. (Filling slot by slot instead, one copy in for each copy out, was slower:
+// bulk copies queue behind the GEMM's own loads, so their number counts.)
 #pragma once
 
 #include "../../thunderkittens/kittens.cuh"
@@ -72,8 +73,8 @@ class row_puller {
     }
     __device__ int bytes_of(int part) const { return min(S::PIECE_BYTES, row_bytes_ - part * S::PIECE_BYTES); }
 
-    // Where the row lies; nullptr on abort. ORDER rows: acquires what export_rows releases, then orders the bulk loads
-    // (asynchronous proxy) behind it.
+    // Where the row lies; nullptr on abort. ORDER rows: acquires what export_rows of its owner releases, then orders the bulk
+    // loads (asynchronous proxy) behind it.
     __device__ const bf16 *find(int row) {
         const int source = row / c_.max_tokens, token = row % c_.max_tokens;
         if (source == c_.rank) return p_.tokens + int64_t(token) * c_.hidden;
@@ -87,7 +88,7 @@ class row_puller {
             if (!__shfl_sync(0xffffffff, int(ok), 0)) return nullptr;
             ready_ |= 1ull << source;
         }
-        return c_.row<const bf16>(source, token);
+        return c_.row<const bf16>(c_.rank, source, token);
     }
     __device__ void load(int piece, const bf16 *from, int part) {
         const int at = piece % S::PIECES;

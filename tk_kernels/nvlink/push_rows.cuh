@@ -2,6 +2,7 @@
 // registers: one warp of every block. And the gate that waits for them.
 #pragma once
 
+#include "../hooks/noop.cuh"
 #include "combine.cuh"
 #include "dense.cuh"
 
@@ -14,17 +15,26 @@ struct pushed_gate {
         call_view call;
         int blocks;  // row blocks of a part
     };
+    __device__ static bool ready(const params &p, const tile_task &t) {
+        const call_view &c = p.call;
+        if (t.segment == c.rank) return true;
+        const uint32_t *flag = block_flag(c, c.rank, t.segment, t.row_block - t.segment * p.blocks);
+        if (!protocol::reached(load_acquire_sys(flag), *c.epoch_ptr)) return false;
+        kittens::fence_proxy_async();  // visible to this thread -> to its TMA loads
+        return true;
+    }
     __device__ static void wait(const params &p, const tile_task &t) {
         const call_view &c = p.call;
         if (t.segment == c.rank) return;
         const int block = t.row_block - t.segment * p.blocks;
-        spin_until(c.combined(c.rank, t.segment, block), *c.epoch_ptr, c, {phase_id::gemm1, role_id::compute, block, t.segment});
-        kittens::fence_proxy_async();  // visible to this thread -> to its TMA loads
+        spin_until(block_flag(c, c.rank, t.segment, block), *c.epoch_ptr, c, {phase_id::gemm1, role_id::compute, block, t.segment});
+        kittens::fence_proxy_async();
     }
 };
 
 struct push_mover {
     using gate = pushed_gate;
+    using push = no_push;
     struct params {
         const uint4 *x;       // [num_tokens, H] of this rank
         const uint32_t *words;
@@ -72,7 +82,7 @@ struct push_mover {
             const uint32_t sent = fetch_add_acq_rel_gpu(p.sent + to * p.blocks + block, uint32_t(rows)) + rows;
             if (sent == uint32_t(all)) {
                 fence_sys();
-                store_release_sys(c.combined(to, c.rank, block), epoch);
+                store_release_sys(block_flag(c, to, c.rank, block), epoch);
             }
         }
         __syncwarp();

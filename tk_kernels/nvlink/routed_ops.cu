@@ -7,14 +7,21 @@ namespace moe_tk::nvlink {
 
 namespace {
 
-using gather_128 = fused_config<gemm_config<bf16, 128, 256, 4, 2, 1, 2, 1>>;  // row blocks of fused_variants[1]
-using gather_64 = fused_config<gemm_config<bf16, 64, 256, 4, 1, 2, 1, 1>>;    // and of [0]
+template <class Base> struct checkpoint_config : fused_config<Base> {
+    static constexpr bool TILED_WEIGHTS = false;  // weights as they are given
+};
+using gather_128 = checkpoint_config<gemm_config<bf16, 128, 256, 4, 2, 1, 2, 1>>;  // row blocks of fused_variants[1]
+using scatter_128 = checkpoint_config<gemm_config<bf16, 128, 256, 4, 2, 1, 2, 2>>;
+using gather_64 = checkpoint_config<gemm_config<bf16, 64, 256, 4, 1, 2, 1, 1>>;    // and of [0]
+using scatter_64 = checkpoint_config<gemm_config<bf16, 64, 256, 5, 1, 2, 1, 1>>;
 
 // Gate and up rows alternate in groups of 8 in the kernels. Here they are read so from a checkpoint, where the gate rows of an
 // expert come first: a descriptor of (groups of all experts, gate | up, 8 rows, H), of which a box is 8 x 2 x 8 x 64.
 template <class Cfg> struct checkpoint_globals : gather_globals<Cfg, swiglu_epilogue, pull_mover> {
     int expert_groups;  // 2 I / 8: an expert's first group has the number expert * expert_groups
-    __device__ coord<> weights_at(const tile_task &t, int row, int k) const { return {t.expert * expert_groups + row / 16, 0, 0, k}; }
+    __device__ coord<> weights_at(const tile_task &t, int i, int panel, int) const {
+        return {t.expert * expert_groups + (t.col_block * Cfg::BLOCK_N + i * Cfg::B_SLAB) / 16, 0, 0, panel * Cfg::PANEL_K};
+    }
 };
 
 template <class Slab> CUtensorMap checkpoint_map(const void *w13, int experts, int inter, int hidden) {
@@ -35,12 +42,12 @@ template <class Slab> CUtensorMap checkpoint_map(const void *w13, int experts, i
     return map;
 }
 
-template <class Cfg> void launch_variant(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
+template <class Cfg> void launch_variant(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
     using G = checkpoint_globals<Cfg>;
-    G g{make_globals<Cfg, arrival_gate, swiglu_epilogue, no_push>(
+    G g{make_globals<Cfg, arrival_gate, swiglu_epilogue, count_push>(
             w, w.rows, w.call.hidden, call.w13, 2 * w.intermediate, w.activated, {w.call, w.counters.arrived},
-            {call.alpha, call.beta, call.limit, call.weights_before_l2 ? w.tables.slot_weight : nullptr}, {}, w.tables.tasks1,
-            COUNT_TASKS1),
+            {call.alpha, call.beta, call.limit, call.weights_before_l2 ? w.tables.slot_weight : nullptr}, {w.counters.l1_done},
+            w.tables.tasks1, COUNT_TASKS1),
         2 * w.intermediate / 8};
     if (w.num_local > 0)
         g.weights.tma_maps[0] = checkpoint_map<typename G::b_slab>(call.w13, w.num_local, w.intermediate, w.call.hidden);
@@ -48,12 +55,14 @@ template <class Cfg> void launch_variant(const workspace_view &w, const layer_ca
                            .counts = w.tables.counts, .delivery_order = w.tables.delivery_order, .slots = w.tables.slots,
                            .arrived = w.counters.arrived, .next_row = w.counters.next_row, .row_block = Cfg::BLOCK_M};
     launch(gather_gemm<Cfg, swiglu_epilogue, pull_mover, G>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(),
-           stream, g, pull);
+           behind, stream, g, pull);
 }
 
-template <class Cfg> void prepare_variant() {
-    check_cuda(cudaFuncSetAttribute(gather_gemm<Cfg, swiglu_epilogue, pull_mover, checkpoint_globals<Cfg>>,
-                                    cudaFuncAttributeMaxDynamicSharedMemorySize, gather_shared_bytes<Cfg>()), "dispatch_gemm");
+template <class Gather, class Scatter> void prepare_variant() {
+    check_cuda(cudaFuncSetAttribute(gather_gemm<Gather, swiglu_epilogue, pull_mover, checkpoint_globals<Gather>>,
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize, gather_shared_bytes<Gather>()), "dispatch_gemm");
+    check_cuda(cudaFuncSetAttribute(gemm_scatter<Scatter>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    shared_bytes<Scatter, bf16>()), "gemm_combine");
 }
 
 struct hand_out_globals {
@@ -76,6 +85,7 @@ __device__ __forceinline__ void hand_out_tables(const hand_out_globals &g, bool 
 
 // A warp per row.
 __global__ void hand_out(const __grid_constant__ hand_out_globals g) {
+    kittens::wait_prerequisite_grids();
     const bool good = block_call_is_good(g.call);
     const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
     hand_out_tables(g, good, thread, threads);
@@ -91,21 +101,27 @@ __global__ void hand_out(const __grid_constant__ hand_out_globals g) {
 }  // namespace
 
 void prepare_routed_ops() {
-    prepare_variant<gather_64>();
-    prepare_variant<gather_128>();
+    prepare_variant<gather_64, scatter_64>();
+    prepare_variant<gather_128, scatter_128>();
     cudaFuncAttributes attributes;
     check_cuda(cudaFuncGetAttributes(&attributes, hand_out), "hand_out");
 }
 
-void launch_checkpoint_gather(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
-    (fused_variants[call.variant].row_block == gather_64::BLOCK_M ? launch_variant<gather_64> : launch_variant<gather_128>)(w, call, stream);
+bool small_blocks(const layer_call &call) { return fused_variants[call.variant].row_block == gather_64::BLOCK_M; }
+
+void launch_checkpoint_gather(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
+    (small_blocks(call) ? launch_variant<gather_64> : launch_variant<gather_128>)(w, call, behind, stream);
 }
 
-void launch_hand_out(const workspace_view &w, const dispatch_result &result, cudaStream_t stream) {
+void launch_checkpoint_scatter(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
+    (small_blocks(call) ? launch_scatter<scatter_64, gather_64::BLOCK_N>
+                        : launch_scatter<scatter_128, gather_128::BLOCK_N>)(w, call, behind, stream);
+}
+
+void launch_hand_out(const workspace_view &w, const dispatch_result &result, bool behind, cudaStream_t stream) {
     const hand_out_globals g{.call = w.call, .tables = w.tables, .result = result, .width = w.intermediate,
                              .num_offsets = w.num_local + 1};
-    hand_out<<<2 * w.num_sms, 256, 0, stream>>>(g);
-    check_cuda(cudaGetLastError(), "hand_out launch");
+    launch(hand_out, 2 * w.num_sms, 256, 1, 0, behind, stream, g);
 }
 
 }  // namespace moe_tk::nvlink

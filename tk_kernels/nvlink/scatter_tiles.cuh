@@ -2,6 +2,7 @@
 // planes of all ranks in rank order, in fp32: bitwise equal from run to run.
 #pragma once
 
+#include "../hooks/noop.cuh"
 #include "combine.cuh"
 #include "dense.cuh"
 
@@ -21,11 +22,12 @@ struct owner_push {
         fence_sys();
         if (fetch_add_acq_rel_gpu(p.done + t.row_block, 1u) + 1 != uint32_t(p.col_blocks)) return;
         fence_sys();
-        store_release_sys(c.combined(t.segment, c.rank, t.row_block - t.segment * p.blocks), *c.epoch_ptr);
+        store_release_sys(block_flag(c, t.segment, c.rank, t.row_block - t.segment * p.blocks), *c.epoch_ptr);
     }
 };
 
 struct reduce_finish {
+    using gate = no_gate;
     using push = owner_push;
     struct params {
         const uint32_t *words;
@@ -33,16 +35,18 @@ struct reduce_finish {
         bf16 *out;  // [num_tokens, N]
         int num_tokens, block_rows;
     };
-    static constexpr int SLICE = 2048;  // columns of an item: the last ones of a call are spread over all warps
+    static constexpr bool AFTER_TABLES = true;
+    static constexpr int SLICE = 2048;  // columns of an item, at most: the last ones of a call are spread over all warps
 
     // Own rows in the order in which this rank computes them, which is last. Dispensed, so that any number of warps helps.
     __device__ static void run(const call_view &c, const params &p) {
         const bool computed = __ldcg(p.words + DENSE_COMPUTED) != 0;
         const uint32_t epoch = *c.epoch_ptr;
-        const int slices = max(slices_of(p.num_tokens, c.hidden), (c.hidden + SLICE - 1) / SLICE);
+        const int steps = (c.hidden + SLICE_STEP - 1) / SLICE_STEP;
+        const int slices = max((c.hidden + SLICE - 1) / SLICE, min(steps, ENOUGH_ITEMS / max(p.num_tokens, 1)));
         for (int item = take_item(p.next); item < p.num_tokens * slices;) {
-            const int token = item / slices;
-            const column_slice columns = slice_of(item % slices, slices, c.hidden);
+            const int token = item / slices, slice = item % slices;
+            const column_slice columns{slice * steps / slices * SLICE_STEP, min(c.hidden, (slice + 1) * steps / slices * SLICE_STEP)};
             item = take_item(p.next);
             if (computed) reduce(c, p, token, columns, epoch);
             else fill_nan(p.out + int64_t(token) * c.hidden, columns);
@@ -53,7 +57,7 @@ struct reduce_finish {
     __device__ static __forceinline__ void reduce(const call_view &c, const params &p, int token, column_slice columns, uint32_t epoch) {
         const int lane = kittens::laneid(), block = token / p.block_rows;
         bool ok = true;
-        if (lane < c.world) ok = spin_until(c.combined(c.rank, lane, block), epoch, c, {phase_id::reduce, role_id::reduce, block, lane});
+        if (lane < c.world) ok = spin_until(block_flag(c, c.rank, lane, block), epoch, c, {phase_id::reduce, role_id::reduce, block, lane});
         bf16 *to = p.out + int64_t(token) * c.hidden;
         ok = ok && load_relaxed_sys(&c.control(c.rank)->abort_flag) == 0;
         if (!__all_sync(0xffffffff, ok)) return fill_nan(to, columns);
