@@ -58,8 +58,8 @@ class dense_workspace {
         const cudaStream_t s = stream_of(stream);
         const auto &variant = nvlink::dense_variants[call.variant];
         if (stages & nvlink::DENSE_OPEN) nvlink::launch_open_dense(v, call, gathers ? 0 : 1, s);
-        if (stages & nvlink::DENSE_RUN) (gathers ? variant.gather : variant.scatter)(v, call, stages & nvlink::DENSE_OPEN, s);
-        if (stages & nvlink::DENSE_SEAL) nvlink::launch_seal_dense(v, call, stages & nvlink::DENSE_RUN, s);
+        if (stages & nvlink::DENSE_RUN) (gathers ? variant.gather : variant.scatter)(v, call, s);
+        if (stages & nvlink::DENSE_SEAL) nvlink::launch_seal_dense(v, call, s);
     }
 
   private:
@@ -108,7 +108,7 @@ class routed_workspace {
         if (stages & nvlink::ROUTED_OPEN) nvlink::launch_open_call(w, call, s);
         if (stages & nvlink::ROUTED_GATHER) nvlink::launch_checkpoint_gather(w, call, stages & nvlink::ROUTED_OPEN, s);
         if (stages & nvlink::ROUTED_SCATTER) nvlink::launch_checkpoint_scatter(w, call, stages & nvlink::ROUTED_GATHER, s);
-        if (stages & nvlink::ROUTED_HAND_OUT) nvlink::launch_hand_out(w, result, stages & nvlink::ROUTED_GATHER, s);
+        if (stages & nvlink::ROUTED_HAND_OUT) nvlink::launch_hand_out(w, result, s);
     }
 
   private:

@@ -77,7 +77,7 @@ int item_rows(int block_rows, int row_bytes) {
     return rows;
 }
 
-template <class Cfg> void launch_dense_gather(const dense_view &v, const dense_call &call, bool behind, cudaStream_t stream) {
+template <class Cfg> void launch_dense_gather(const dense_view &v, const dense_call &call, cudaStream_t stream) {
     using G = dense_gather_globals<Cfg>;
     const call_view &c = v.call;
     const int blocks = kittens::ceil_div(call.num_tokens, Cfg::BLOCK_M);
@@ -91,10 +91,10 @@ template <class Cfg> void launch_dense_gather(const dense_view &v, const dense_c
                                   .next = v.words + DENSE_NEXT_PUSH, .num_tokens = call.num_tokens, .block_rows = Cfg::BLOCK_M,
                                   .blocks = blocks, .item_rows = item_rows(Cfg::BLOCK_M, call.k * int(sizeof(bf16)))};
     launch(gather_gemm<Cfg, plain_epilogue, push_mover, G>, v.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER,
-           gather_shared_bytes<Cfg, push_mover>(), behind, stream, g, push);
+           gather_shared_bytes<Cfg, push_mover>(), false, stream, g, push);
 }
 
-template <class Cfg> void launch_dense_scatter(const dense_view &v, const dense_call &call, bool behind, cudaStream_t stream) {
+template <class Cfg> void launch_dense_scatter(const dense_view &v, const dense_call &call, cudaStream_t stream) {
     using G = dense_scatter_globals<Cfg>;
     const call_view &c = v.call;
     const int blocks = kittens::ceil_div(call.num_tokens, Cfg::BLOCK_M), col_blocks = kittens::ceil_div(call.n, Cfg::BLOCK_N);
@@ -105,7 +105,7 @@ template <class Cfg> void launch_dense_scatter(const dense_view &v, const dense_
     }
     const reduce_finish::params reduce{.words = v.words, .next = v.words + DENSE_NEXT_ROW, .out = static_cast<bf16 *>(call.out),
                                        .num_tokens = call.num_tokens, .block_rows = Cfg::BLOCK_M};
-    launch(gemm_scatter<Cfg, reduce_finish, G>, v.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, shared_bytes<Cfg, bf16>(), behind, stream,
+    launch(gemm_scatter<Cfg, reduce_finish, G>, v.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, shared_bytes<Cfg, bf16>(), false, stream,
            g, c, reduce);
 }
 
@@ -141,10 +141,10 @@ void launch_open_dense(const dense_view &v, const dense_call &call, int first, c
     check_cuda(cudaGetLastError(), "open_dense launch");
 }
 
-void launch_seal_dense(const dense_view &v, const dense_call &call, bool behind, cudaStream_t stream) {
+void launch_seal_dense(const dense_view &v, const dense_call &call, cudaStream_t stream) {
     const int64_t vectors = int64_t(v.call.world) * call.num_tokens * call.n / 8;
     const int blocks = int(std::min<int64_t>(v.num_sms, (vectors + 1023) / 1024));
-    if (blocks > 0) launch(seal_dense, blocks, 256, 1, 0, behind, stream, v.call, static_cast<uint4 *>(call.out), vectors);
+    if (blocks > 0) launch(seal_dense, blocks, 256, 1, 0, false, stream, v.call, static_cast<uint4 *>(call.out), vectors);
 }
 
 }  // namespace moe_tk::nvlink

@@ -45,9 +45,8 @@ struct dense_variant {
     const char *name;
     int row_block, col_block;
     void (*prepare)();
-    // `behind`: the launch before it on the stream is the stage before it, and this one may start while that one ends.
-    void (*gather)(const dense_view &, const dense_call &, bool behind, cudaStream_t);
-    void (*scatter)(const dense_view &, const dense_call &, bool behind, cudaStream_t);
+    void (*gather)(const dense_view &, const dense_call &, cudaStream_t);
+    void (*scatter)(const dense_view &, const dense_call &, cudaStream_t);
 };
 extern const dense_variant dense_variants[];
 extern const int num_dense_variants;
@@ -56,6 +55,6 @@ void prepare_dense();
 // First launch. `first` is the distance, in ranks, of the part that is computed first.
 void launch_open_dense(const dense_view &, const dense_call &, int first, cudaStream_t);
 // Last launch of AG+GEMM: NaN in place of a result that is none.
-void launch_seal_dense(const dense_view &, const dense_call &, bool behind, cudaStream_t);
+void launch_seal_dense(const dense_view &, const dense_call &, cudaStream_t);
 
 }  // namespace moe_tk::nvlink

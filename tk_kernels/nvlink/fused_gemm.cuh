@@ -28,7 +28,6 @@ struct pull_mover {
     __device__ static void run(const call_view &c, const params &p, shared &s) { row_puller(c, p, s).run(); }
 };
 struct combine_finish {
-    static constexpr bool AFTER_TABLES = false;  // the grid before it is GEMM 1, not the one that builds the tables
     using gate = activated_gate;
     using push = group_push;
     using params = combine_params;
@@ -100,7 +99,6 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
     if (threadIdx.x == 0) init_semaphores<Cfg>(s);
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
     else __syncthreads();
-    if constexpr (Finish::AFTER_TABLES) kittens::wait_prerequisite_grids();
     if (warp >= Cfg::CONSUMER_WARPS) {
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;

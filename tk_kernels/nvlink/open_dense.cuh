@@ -1,7 +1,6 @@
 // First launch of a dense call: one block agrees with the other ranks and writes the identity tables.
 #pragma once
 
-#include "../../thunderkittens/kittens.cuh"
 #include "dense.cuh"
 #include "outcome.cuh"
 
@@ -65,7 +64,6 @@ __device__ __forceinline__ bool agree(const call_view &c, uint32_t epoch) {
 __global__ __launch_bounds__(DENSE_THREADS, 1) void open_dense(const __grid_constant__ open_dense_globals g) {
     const call_view &c = g.view.call;
     const uint32_t epoch = *c.epoch_ptr + 1;
-    kittens::launch_dependent_grids();  // the GEMM starts where there is room, and waits for this grid's end
     post_header(g, epoch);
     write_dense_tables(g);
     if (threadIdx.x < 32) {
@@ -82,7 +80,6 @@ __global__ __launch_bounds__(DENSE_THREADS, 1) void open_dense(const __grid_cons
 
 // NaN for every element of `out` unless the call has come to a result.
 __global__ void seal_dense(const __grid_constant__ call_view c, uint4 *out, int64_t vectors) {
-    kittens::wait_prerequisite_grids();
     if (block_call_is_good(c)) return;
     for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < vectors; i += int64_t(gridDim.x) * blockDim.x)
         out[i] = {TWO_NANS, TWO_NANS, TWO_NANS, TWO_NANS};

@@ -85,7 +85,6 @@ __device__ __forceinline__ void hand_out_tables(const hand_out_globals &g, bool 
 
 // A warp per row.
 __global__ void hand_out(const __grid_constant__ hand_out_globals g) {
-    kittens::wait_prerequisite_grids();
     const bool good = block_call_is_good(g.call);
     const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
     hand_out_tables(g, good, thread, threads);
@@ -118,10 +117,10 @@ void launch_checkpoint_scatter(const workspace_view &w, const layer_call &call, 
                         : launch_scatter<scatter_128, gather_128::BLOCK_N>)(w, call, behind, stream);
 }
 
-void launch_hand_out(const workspace_view &w, const dispatch_result &result, bool behind, cudaStream_t stream) {
+void launch_hand_out(const workspace_view &w, const dispatch_result &result, cudaStream_t stream) {
     const hand_out_globals g{.call = w.call, .tables = w.tables, .result = result, .width = w.intermediate,
                              .num_offsets = w.num_local + 1};
-    launch(hand_out, 2 * w.num_sms, 256, 1, 0, behind, stream, g);
+    launch(hand_out, 2 * w.num_sms, 256, 1, 0, false, stream, g);
 }
 
 }  // namespace moe_tk::nvlink

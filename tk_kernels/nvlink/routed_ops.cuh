@@ -21,6 +21,6 @@ void launch_checkpoint_gather(const workspace_view &w, const layer_call &call, b
 // gemm_scatter from w.activated; call.w2 is [E_local, H, I].
 void launch_checkpoint_scatter(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream);
 // Rows of no pair become zero, tables are copied; NaN and -1 if the call has not come to a result.
-void launch_hand_out(const workspace_view &w, const dispatch_result &result, bool behind, cudaStream_t stream);
+void launch_hand_out(const workspace_view &w, const dispatch_result &result, cudaStream_t stream);
 
 }  // namespace moe_tk::nvlink

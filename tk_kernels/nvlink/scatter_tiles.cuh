@@ -35,7 +35,6 @@ struct reduce_finish {
         bf16 *out;  // [num_tokens, N]
         int num_tokens, block_rows;
     };
-    static constexpr bool AFTER_TABLES = true;
     static constexpr int SLICE = 2048;  // columns of an item, at most: the last ones of a call are spread over all warps
 
     // Own rows in the order in which this rank computes them, which is last. Dispensed, so that any number of warps helps.
