@@ -102,5 +102,5 @@ class NvlinkLayer:
                 "num_tokens": 0 if hidden is None else hidden.shape[0], "refused": hidden is None,
                 "ids_are_64": ids is not None and ids.dtype == torch.int64,
                 "weights_are_bf16": weights is not None and weights.dtype == torch.bfloat16, "variant": variant,
-                "segments": segments, "passes": self.passes or DEFAULT_PASSES, "weights_before_l2": self.weights_before_l2, "alpha": self.activation.alpha,
-                "beta": self.activation.beta, "limit": self.limit}
+                "segments": segments, "passes": self.passes or DEFAULT_PASSES, "weights_before_l2": self.weights_before_l2,
+                "alpha": self.activation.alpha, "beta": self.activation.beta, "limit": self.limit}

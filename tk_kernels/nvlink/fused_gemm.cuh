@@ -6,6 +6,7 @@
 #include "../hooks/noop.cuh"
 #include "combine.cuh"
 #include "hooks.cuh"
+#include "place_first_rows.cuh"
 #include "pull_rows.cuh"
 
 namespace moe_tk::nvlink {
@@ -26,12 +27,14 @@ struct pull_mover {
     using shared = pull_shared;
     __device__ static void init(shared &s) { init_pull(s); }
     __device__ static void run(const call_view &c, const params &p, shared &s) { row_puller(c, p, s).run(); }
+    __device__ static void help(const call_view &c, const params &p) { place_first_rows(c, p); }  // consumers, before their first tile
 };
 struct combine_finish {
     using gate = activated_gate;
     using push = group_push;
     using params = combine_params;
-    __device__ static void run(const call_view &c, const params &p) { combine_and_reduce(c, p); }
+    // BATCH: as many rows in flight as the registers of the warp allow.
+    template <int BATCH> __device__ static void run(const call_view &c, const params &p) { combine_and_reduce<BATCH>(c, p); }
 };
 
 template <class Cfg, class Mover = pull_mover> struct gather_shared {
@@ -46,8 +49,8 @@ template <class Cfg, class Mover = pull_mover> constexpr int gather_shared_bytes
 // Globals of gather_gemm, if its rows lie in one tensor and its weights in the kernels' order.
 template <class Cfg, class Epilogue, class Mover> using gather_globals = gemm_globals<Cfg, typename Mover::gate, Epilogue, typename Mover::push>;
 
-// gather-GEMM. Roles: consumer warpgroups; then one loader warp (gates), one storer warp per consumer warpgroup, and the
-// mover warp. The mover says what the gate waits for and who hears of finished tiles.
+// gather-GEMM. Roles: consumer warpgroups (they place the first rows); then one loader warp (gates), one storer warp per consumer
+// warpgroup, and the mover warp. The mover says what the gate waits for and who hears of finished tiles.
 template <class Cfg, class Epilogue, class Mover = pull_mover, class Globals = gather_globals<Cfg, Epilogue, Mover>>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
     const __grid_constant__ Globals g, const __grid_constant__ typename Mover::params p) {
@@ -76,6 +79,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
         }
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
+        Mover::help(g.gate.call, p);
         consume_tasks<Cfg, Epilogue>(g, s.gemm, rank, num_k_blocks, kittens::warpgroup::groupid());
     }
     if constexpr (Cfg::CLUSTER > 1) {
@@ -109,13 +113,13 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
         }
         __syncwarp();
         kittens::wait_prerequisite_grids();
-        Finish::run(c, p);
+        Finish::template run<4>(c, p);
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
         consume_tasks<Cfg, plain_epilogue>(g, s, rank, num_k_blocks, kittens::warpgroup::groupid());
         __syncwarp();
         kittens::wait_prerequisite_grids();
-        Finish::run(c, p);
+        Finish::template run<8>(c, p);
     }
     if constexpr (Cfg::CLUSTER > 1) {
         __syncwarp();

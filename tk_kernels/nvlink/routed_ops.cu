@@ -53,7 +53,8 @@ template <class Cfg> void launch_variant(const workspace_view &w, const layer_ca
         g.weights.tma_maps[0] = checkpoint_map<typename G::b_slab>(call.w13, w.num_local, w.intermediate, w.call.hidden);
     const pull_params pull{.tokens = static_cast<const bf16 *>(call.hidden_states), .gathered = static_cast<bf16 *>(w.rows),
                            .counts = w.tables.counts, .delivery_order = w.tables.delivery_order, .slots = w.tables.slots,
-                           .arrived = w.counters.arrived, .next_row = w.counters.next_row, .row_block = Cfg::BLOCK_M};
+                           .arrived = w.counters.arrived, .next_row = w.counters.next_row, .row_block = Cfg::BLOCK_M,
+                           .col_blocks = kittens::ceil_div(2 * w.intermediate, Cfg::BLOCK_N)};
     launch(gather_gemm<Cfg, swiglu_epilogue, pull_mover, G>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(),
            behind, stream, g, pull);
 }

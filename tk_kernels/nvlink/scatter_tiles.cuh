@@ -38,7 +38,7 @@ struct reduce_finish {
     static constexpr int SLICE = 2048;  // columns of an item, at most: the last ones of a call are spread over all warps
 
     // Own rows in the order in which this rank computes them, which is last. Dispensed, so that any number of warps helps.
-    __device__ static void run(const call_view &c, const params &p) {
+    template <int> __device__ static void run(const call_view &c, const params &p) {
         const bool computed = __ldcg(p.words + DENSE_COMPUTED) != 0;
         const uint32_t epoch = *c.epoch_ptr;
         const int steps = (c.hidden + SLICE_STEP - 1) / SLICE_STEP;
