@@ -29,6 +29,7 @@ SUBCOMMANDS = (
     Subcommand("explain-timeout", "moe_tk.cli.explain_timeout", "draw who waited for whom from a wait record"),
     Subcommand("build", "moe_tk.cli.build", "compile the native modules ahead of their first use"),
     Subcommand("bench", "moe_tk.cli.bench", "measure a part of the system on this machine and write the table"),
+    Subcommand("trace", "moe_tk.cli.trace", "record who did what when inside one call of the layer"),
 )
 
 

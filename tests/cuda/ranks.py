@@ -1,7 +1,7 @@
 """Runs a function of tests.cuda.checks on every rank, one process and one GPU each, and reports what failed.
 
-    run_ranks("tables,graphs", world=2, timeout_s=60)  from a test
-    python -m tests.cuda.ranks CHECK RANK WORLD PORT [MODULE]  in each process
+    run_ranks("tables,graphs", world=2, timeout_s=60)  from a test; names of another module: "checks_serial:tables"
+    python -m tests.cuda.ranks CHECK RANK WORLD PORT  in each process
 """
 
 from __future__ import annotations
@@ -17,19 +17,31 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def run_check(rank: int, world: int, names: str) -> None:
+    """A job of the pools of tests/ranks.py, for ranks that stay up between tests: names as in run_ranks, the current device."""
+    import torch
+
+    from tests.cuda import checks
+
+    ranks = checks.Ranks(rank, world, torch.device("cuda", torch.cuda.current_device()))
+    for name in names.split(","):
+        module, _, function = name.rpartition(":")
+        getattr(importlib.import_module(f"tests.cuda.{module or 'checks'}"), function)(ranks)
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]
 
 
-def run_ranks(check: str, *, world: int = 2, timeout_s: float = 120.0, killed: tuple[int, ...] = (), module: str = "checks") -> str:
+def run_ranks(check: str, *, world: int = 2, timeout_s: float = 120.0, killed: tuple[int, ...] = ()) -> str:
     """Output of all ranks. Fails when a rank does not end with status 0 in time; ranks in `killed` must die by a signal."""
     port = free_port()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    command = [sys.executable, "-m", "tests.cuda.ranks", check]
-    processes = [subprocess.Popen([*command, str(rank), str(world), str(port), module], cwd=ROOT, env=environment,
-                                  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for rank in range(world)]
+    processes = [subprocess.Popen([sys.executable, "-m", "tests.cuda.ranks", check, str(rank), str(world), str(port)], cwd=ROOT,
+                                  env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+                 for rank in range(world)]
     deadline = time.monotonic() + timeout_s
     outputs = []
     for process in processes:
@@ -48,7 +60,6 @@ def run_ranks(check: str, *, world: int = 2, timeout_s: float = 120.0, killed: t
 
 def main() -> None:
     check, rank, world, port = sys.argv[1], *map(int, sys.argv[2:5])
-    module = importlib.import_module(f"tests.cuda.{sys.argv[5] if len(sys.argv) > 5 else 'checks'}")
     import torch
     import torch.distributed as dist
 
@@ -61,7 +72,9 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=world)
     for name in check.split(","):
         begin = time.monotonic()
-        getattr(module, name)(checks.Ranks(rank, world, device))
+        home, _, function = name.rpartition(":")
+        module = importlib.import_module(f"tests.cuda.{home or 'checks'}")
+        getattr(module, function)(checks.Ranks(rank, world, device))
         print(f"{name}: passed in {time.monotonic() - begin:.1f} s", flush=True)
     os._exit(0)  # a peer may be gone: no collective tear-down
 

@@ -93,7 +93,7 @@ class routed_workspace {
             .refused = f.get<bool>("refused"), .ids_are_64 = f.get<bool>("ids_are_64"),
             .weights_are_bf16 = f.get<bool>("weights_are_bf16"), .variant = f.get<int>("variant"), .segments = 1, .passes = 1,
             .weights_before_l2 = f.get<bool>("weights_before_l2"), .alpha = f.get<float>("alpha"), .beta = f.get<float>("beta"),
-            .limit = f.get<float>("limit"), .export_waits = 1,
+            .limit = f.get<float>("limit"), .mover_blocks = 0, .export_waits = 1,
             .activated_given = !(stages & nvlink::ROUTED_GATHER)};
         nvlink::workspace_view w = w_;
         w.activated = f.pointer<void>("activated");
@@ -122,11 +122,11 @@ void add_nvlink_ops(py::module_ &m) {
     for (int i = 0; i < nvlink::num_dense_variants; ++i) dense.append(nvlink::dense_variants[i].row_block);
     m.attr("DENSE_ROW_BLOCKS") = py::tuple(dense);
     m.attr("NUM_DENSE_WORDS") = int(nvlink::NUM_DENSE_WORDS);
-    py::class_<dense_workspace>(m, "DenseWorkspace")
+    py::class_<dense_workspace>(m, "DenseWorkspace", py::module_local())
         .def(py::init<const py::dict &>(), py::arg("fields"))
         .def("run", &dense_workspace::run, py::arg("call"), py::kw_only(), py::arg("gathers"), py::arg("stages"), py::arg("timeout_s"),
              py::arg("stream"));
-    py::class_<routed_workspace>(m, "RoutedWorkspace")
+    py::class_<routed_workspace>(m, "RoutedWorkspace", py::module_local())
         .def(py::init<const py::dict &>(), py::arg("fields"))
         .def("run", &routed_workspace::run, py::arg("call"), py::kw_only(), py::arg("stages"), py::arg("timeout_s"), py::arg("stream"));
 }

@@ -26,7 +26,9 @@ struct pull_mover {
     using params = pull_params;
     using shared = pull_shared;
     __device__ static void init(shared &s) { init_pull(s); }
-    __device__ static void run(const call_view &c, const params &p, shared &s) { row_puller(c, p, s).run(); }
+    __device__ static void run(const call_view &c, const params &p, shared &s) {
+        if (blockIdx.x < p.mover_blocks) row_puller(c, p, s).run();
+    }
     __device__ static void help(const call_view &c, const params &p) { place_first_rows(c, p); }  // consumers, before their first tile
 };
 struct combine_finish {
@@ -40,6 +42,9 @@ struct combine_finish {
 template <class Cfg, class Mover = pull_mover> struct gather_shared {
     gemm_shared<Cfg, bf16> gemm;
     typename Mover::shared mover;
+#ifdef MOE_TK_TRACE
+    stamp_room stamps;  // last
+#endif
 };
 template <class Cfg, class Mover = pull_mover> constexpr int gather_shared_bytes() {
     static_assert(sizeof(gather_shared<Cfg, Mover>) <= kittens::MAX_SHARED_MEMORY, "stages, outputs and the mover's ring exceed shared memory");
@@ -59,6 +64,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
     auto &s = *reinterpret_cast<gather_shared<Cfg, Mover> *>(dynamic_shared);
     const int warp = kittens::warpid(), rank = Cfg::CLUSTER == 1 ? 0 : kittens::cluster_ctarank();
     const int num_k_blocks = kittens::ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
+    stamps_begin(g.gate.call, stamp_kernel::gather_gemm);
     if (threadIdx.x == 0) {
         Mover::init(s.mover);
         init_semaphores<Cfg>(s.gemm);
@@ -66,6 +72,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
     else __syncthreads();
     kittens::wait_prerequisite_grids();    // the tables
+    stamp_lap_warp(stamp_kind::launch_wait, 0);
     kittens::launch_dependent_grids();     // gemm_scatter takes over each multiprocessor as it becomes free
     if (warp >= Cfg::CONSUMER_WARPS) {
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
@@ -100,6 +107,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
     auto &s = *reinterpret_cast<gemm_shared<Cfg, bf16> *>(dynamic_shared);
     const int warp = kittens::warpid(), rank = Cfg::CLUSTER == 1 ? 0 : kittens::cluster_ctarank();
     const int num_k_blocks = kittens::ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
+    stamps_begin(c, stamp_kernel::gemm_scatter);
     if (threadIdx.x == 0) init_semaphores<Cfg>(s);
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
     else __syncthreads();
@@ -112,13 +120,17 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
             store_tasks<Cfg, plain_epilogue, typename Finish::push>(g, s, rank, role - 1);
         }
         __syncwarp();
+        stamp_restart();
         kittens::wait_prerequisite_grids();
+        stamp_lap_warp(stamp_kind::launch_wait, 0);
         Finish::template run<4>(c, p);
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
         consume_tasks<Cfg, plain_epilogue>(g, s, rank, num_k_blocks, kittens::warpgroup::groupid());
         __syncwarp();
+        stamp_restart();
         kittens::wait_prerequisite_grids();
+        stamp_lap_warp(stamp_kind::launch_wait, 0);
         Finish::template run<8>(c, p);
     }
     if constexpr (Cfg::CLUSTER > 1) {
