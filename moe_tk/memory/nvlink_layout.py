@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from moe_tk.errors import ArgumentError
 from moe_tk.memory.estimate import MemoryEstimate
@@ -41,7 +41,7 @@ class NvlinkGeometry:
     intermediate_size: int  # of the layer
     mode: str              # "ep" | "tp"
     max_segments: int      # of one call
-    dtype: str = "bfloat16"  # | "float8_e4m3fn"
+    dtype: str = field(default="bfloat16", kw_only=True)  # | "float8_e4m3fn"
 
     def __post_init__(self) -> None:
         if not 1 <= self.world <= MAX_WORLD:

@@ -27,7 +27,7 @@ struct open_globals {
     const float *hidden_scales; // [num_tokens, H / 128], or nullptr
     const void *topk_ids;       // [num_tokens, k] i32 or i64
     const void *topk_weights;   // [num_tokens, k] f32 or bf16
-    int num_tokens, refused;
+    int num_tokens, refused, export_waits;
     int quantise;               // rows are sent as e4m3 with scales
     int ids_are_64, weights_are_bf16;
     int num_experts, first_expert, num_local, tensor_parallel;
