@@ -1,4 +1,5 @@
-"""MoELayer on the CUDA back end: bfloat16, EP and TP, over NVLink; three launches per call on the current stream.
+"""MoELayer on the CUDA back end: bfloat16, EP and TP, over NVLink; three launches per call on the current stream, or five in
+the serial pattern.
 
 Calls are asynchronous and can be captured in CUDA graphs. What a call fails with on the device is raised by the next call or
 by synchronize(); its result is NaN.
@@ -17,7 +18,7 @@ from moe_tk.cpu_layer import WEIGHT_POSITIONS, CpuMoELayer
 from moe_tk.errors import ArgumentError, ArgumentTypeError, TopologyError
 from moe_tk.group import RankGroup, resolve_group
 from moe_tk.memory.estimate import MemoryEstimate
-from moe_tk.memory.nvlink_layout import JOB_CHUNK, MIN_COLUMN_BLOCK, ROW_BLOCKS, NvlinkGeometry, nvlink_estimate
+from moe_tk.memory.nvlink_layout import FUSED_COLUMN_BLOCK, JOB_CHUNK, ROW_BLOCKS, NvlinkGeometry, nvlink_estimate
 from moe_tk.ops.handles import keep_handle
 from moe_tk.planner import Plan
 from moe_tk.runtime.calls import signature_of
@@ -26,7 +27,7 @@ from moe_tk.runtime.nvlink_layer import NvlinkLayer
 from moe_tk.sizes import check_count, check_layer_sizes, check_one_of, check_positive
 from moe_tk.weights import from_checkpoint
 
-PATTERNS = ("auto", "two_kernel")
+PATTERNS = ("auto", "two_kernel", "serial")
 
 
 class CudaMoELayer(CpuMoELayer):
@@ -64,7 +65,8 @@ class CudaMoELayer(CpuMoELayer):
         with torch.inference_mode(False):  # what lives as long as the layer must serve calls in any mode
             self._calls = NvlinkLayer(self.group, geometry, device=self.device, activation=self.activation,
                                       weights_before_l2=weight_position == "before_l2", timeout_s=self.timeout_s,
-                                      segments=segments, row_block=row_block, reserve_sms=reserve_sms)
+                                      segments=segments, row_block=row_block, reserve_sms=reserve_sms,
+                                      pattern="two_kernel" if pattern == "auto" else pattern)
         self.session = self._calls.session
         self.ordinal = self.session.add_layer()
         self._signature = signature_of("moe_layer", "nvlink", geometry.shared_key(), self.ordinal, weight_position, self.activation)
@@ -91,7 +93,7 @@ class CudaMoELayer(CpuMoELayer):
                    f"{sms} blocks in each GEMM; a warp of each moves rows in GEMM 1 and combines in GEMM 2, the others join it",
                    "receivers read each wanted row once and write it to all its slots")
         return Plan(pattern="two_kernel", protocol="nvlink", segments=g.max_segments, row_block=ROW_BLOCKS[-1],
-                    column_block=MIN_COLUMN_BLOCK, job_chunk=JOB_CHUNK, warmup=0, send_blocks=0, place_blocks=sms,
+                    column_block=FUSED_COLUMN_BLOCK, job_chunk=JOB_CHUNK, warmup=0, send_blocks=0, place_blocks=sms,
                     compute_blocks=sms, combine_blocks=sms, pull=True, reasons=reasons)
 
     @property

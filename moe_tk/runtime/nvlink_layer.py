@@ -1,4 +1,5 @@
-"""The layer on the CUDA back end: three launches per call on the current stream, without host synchronisation."""
+"""The layer on the CUDA back end: three launches per call on the current stream (serial pattern: five), without host
+synchronisation."""
 
 from __future__ import annotations
 
@@ -11,11 +12,16 @@ from torch import Tensor
 from moe_tk.errors import ArgumentError
 from moe_tk.group import RankGroup
 from moe_tk.memory.nvlink_layout import ROW_BLOCKS, NvlinkGeometry
+from moe_tk.runtime.gemm_tiles import TileChoice, choose_tile
 from moe_tk.runtime.launch import Activation
-from moe_tk.runtime.nvlink_session import GATHER, NVLINK_SESSIONS, OPEN, SCATTER
+from moe_tk.runtime.nvlink import nvlink_module
+from moe_tk.runtime.nvlink_session import NVLINK_SESSIONS, OPEN, STAGES
+from moe_tk.schedule.capacity import ceil_div
 
 INTERLEAVE = 8        # swiglu_epilogue: gate and up rows alternate in groups of 8
 LARGE_TILE_ROWS = 96  # mean rows of an expert from which row blocks of 128 are used
+PATTERNS = tuple(STAGES)
+NOT_PLAIN = {"gemm1_tile": -1, "gemm1_policy": 0, "gemm2_tile": -1, "gemm2_policy": 0}  # fields of a fused call
 
 
 def engine_weights(w13: Tensor, w2: Tensor) -> tuple[Tensor, Tensor]:
@@ -47,15 +53,17 @@ class NvlinkLayer:
 
     def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, activation: Activation,
                  weights_before_l2: bool, timeout_s: float, segments: int | None = None, row_block: int | None = None,
-                 reserve_sms: int = 0) -> None:
-        """A collective. row_block None = chosen by the size of each call; segments None = 1: measured on two H200, the padding of
+                 reserve_sms: int = 0, pattern: str = "two_kernel") -> None:
+        """A collective, except that `pattern` may differ from rank to rank: ranks show each other the same things in all of them.
+        row_block None = chosen by the size of each call; segments None = 1: measured on two H200, the padding of
         more segments cost more time in the GEMMs than the earlier return of the results saved."""
         self.geometry, self.device, self.timeout_s = geometry, device, timeout_s
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
-        self.segments, self.row_block = segments, row_block
+        self.segments, self.row_block, self.pattern = segments, row_block, pattern
         self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
+        self._tile_index = {tile["name"]: index for index, tile in enumerate(nvlink_module().plain_tiles())}
 
     def load_weights(self, w13: Tensor, w2: Tensor) -> None:
         """This rank's w13 [E_local, 2I, H], w2 [E_local, H, I] on the layer's device; kept in the engine's layout (a copy)."""
@@ -68,12 +76,39 @@ class NvlinkLayer:
         row_block = self.row_block or ROW_BLOCKS[mean_rows >= LARGE_TILE_ROWS]
         return ROW_BLOCKS.index(row_block), self.segments or 1
 
-    def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor, out: Tensor, *, signature: int,
-                stages: int = OPEN | GATHER | SCATTER) -> None:
-        """Launches a call. hidden, out [T, H] bf16, ids [T, k] i32/i64, weights [T, k] f32/bf16: contiguous, on the device."""
-        variant, segments = self.choices(hidden.shape[0])
-        fields = self._fields(variant, segments, signature, hidden, ids, weights, out)
-        self.session.run(fields, stages=stages, timeout_s=self.timeout_s)
+    def tiles(self, num_tokens: int) -> tuple[TileChoice, TileChoice]:
+        """Tiles of both GEMMs of a serial call with num_tokens tokens on this rank, if its experts get the mean share."""
+        g = self.geometry
+        variant, segments = self.choices(num_tokens)
+        row_block, groups = ROW_BLOCKS[variant], segments * max(1, g.num_local_experts)
+        rows = g.world * num_tokens * g.top_k / (g.num_experts * segments)
+        slots = groups * max(1, ceil_div(math.ceil(rows), row_block)) * row_block
+        common = dict(row_block=row_block, num_slots=slots, num_experts=groups, num_sms=self.session.num_sms)
+        return (choose_tile("bf16", columns=2 * g.padded_intermediate, activation=True, **common),
+                choose_tile("bf16", columns=g.hidden, activation=False, **common))
+
+    def pattern_of(self, num_tokens: int, stages: int | None = None) -> str:
+        """Pattern of a call with num_tokens tokens on this rank; with `stages`, the one that has them (OPEN alone is of both)."""
+        if stages not in (None, OPEN):
+            return next(pattern for pattern in PATTERNS if not stages & ~STAGES[pattern])
+        return self.pattern
+
+    def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor, out: Tensor, *, signature: int, stages: int | None = None,
+                pattern: str | None = None) -> None:
+        """Launches a call. hidden, out [T, H] bf16, ids [T, k] i32/i64, weights [T, k] f32/bf16: contiguous, on the device.
+
+        pattern  one of PATTERNS; None = that of `stages`, or the layer's
+        stages   bits of nvlink_session; None = all of the pattern. All but OPEN want the tables of an OPEN with the same pattern
+                 and number of tokens. GATHER, SCATTER, PULL and COMBINE do their work once after each OPEN; GEMM1 and GEMM2 do
+                 theirs whenever they are launched
+        """
+        pattern = pattern or self.pattern_of(hidden.shape[0], stages)
+        fields = self._fields(*self.choices(hidden.shape[0]), signature, hidden, ids, weights, out)
+        if pattern == "serial":
+            first, second = self.tiles(hidden.shape[0])
+            fields.update(gemm1_tile=self._tile_index[first.name], gemm1_policy=first.weights_policy,
+                          gemm2_tile=self._tile_index[second.name], gemm2_policy=second.weights_policy)
+        self.session.run(fields, stages=STAGES[pattern] if stages is None else stages, timeout_s=self.timeout_s)
 
     def refuse(self, signature: int) -> None:
         """Tells the other ranks that this one does not make the call; they get PeerRefused."""
@@ -90,4 +125,4 @@ class NvlinkLayer:
                 "ids_are_64": ids is not None and ids.dtype == torch.int64,
                 "weights_are_bf16": weights is not None and weights.dtype == torch.bfloat16, "variant": variant,
                 "segments": segments, "weights_before_l2": self.weights_before_l2, "alpha": self.activation.alpha,
-                "beta": self.activation.beta, "limit": self.limit}
+                "beta": self.activation.beta, "limit": self.limit, **NOT_PLAIN}

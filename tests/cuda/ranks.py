@@ -1,11 +1,12 @@
 """Runs a function of tests.cuda.checks on every rank, one process and one GPU each, and reports what failed.
 
-    run_ranks("tables,graphs", world=2, timeout_s=60)  from a test
+    run_ranks("tables,graphs", world=2, timeout_s=60)  from a test; names of another module: "checks_serial:tables"
     python -m tests.cuda.ranks CHECK RANK WORLD PORT  in each process
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import subprocess
@@ -59,7 +60,9 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=world)
     for name in check.split(","):
         begin = time.monotonic()
-        getattr(checks, name)(checks.Ranks(rank, world, device))
+        home, _, function = name.rpartition(":")
+        module = importlib.import_module(f"tests.cuda.{home or 'checks'}")
+        getattr(module, function)(checks.Ranks(rank, world, device))
         print(f"{name}: passed in {time.monotonic() - begin:.1f} s", flush=True)
     os._exit(0)  # a peer may be gone: no collective tear-down
 

@@ -171,7 +171,7 @@ def test_krn_03_reserve_leaves_room_for_the_launches():
 
 
 @pytest.mark.parametrize("options, error, text", [
-    (dict(pattern="mega"), ArgumentError, "pattern is 'mega', wanted one of auto, two_kernel on the CUDA back end"),
+    (dict(pattern="mega"), ArgumentError, "pattern is 'mega', wanted one of auto, two_kernel, serial on the CUDA back end"),
     (dict(dtype=torch.float32), ArgumentTypeError, "dtype is torch.float32"), (dict(mode="pp"), ArgumentError, "mode is 'pp'"),
     (dict(weight_position="after"), ArgumentError, "weight_position is 'after'"),
     (dict(row_block=96), ArgumentError, "row_block is 96"),

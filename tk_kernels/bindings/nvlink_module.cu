@@ -1,5 +1,6 @@
 // Python bindings of the fused layer over NVLink. Device pointers and streams are integers; nothing here includes torch.
 // with: tk_kernels/nvlink/open_call.cu tk_kernels/nvlink/fused_gemm.cu
+// with: tk_kernels/nvlink/serial.cu tk_kernels/patterns/grouped_gemm.cu
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -8,6 +9,7 @@
 #include <vector>
 
 #include "../nvlink/layer.cuh"
+#include "../patterns/grouped_gemm.cuh"
 #include "fields.hpp"
 
 namespace py = pybind11;
@@ -62,14 +64,36 @@ nvlink::workspace_view read_workspace(const py::dict &values) {
     return w;
 }
 
+nvlink::plain_gemm read_plain(bindings::fields &f, const char *tile, const char *policy) {
+    const nvlink::plain_gemm plain{.tile = f.get<int>(tile), .weights_policy = f.get<int>(policy)};
+    if (plain.tile < -1 || plain.tile >= bf16_variants().count)
+        throw py::value_error(std::string(tile) + " " + std::to_string(plain.tile) + " does not exist");
+    return plain;
+}
+
+// Both GEMMs of a call are fused, or both plain with the same row block.
+void check_tiles(const nvlink::layer_call &call, int stages) {
+    const int first = call.gemm1.tile, second = call.gemm2.tile;
+    const int fused = nvlink::STAGE_GATHER | nvlink::STAGE_SCATTER, all = 2 * nvlink::STAGE_COMBINE - 1;
+    if (call.variant < 0 || call.variant >= nvlink::num_fused_variants)
+        throw py::value_error("variant " + std::to_string(call.variant) + " does not exist");
+    if ((first < 0) != (second < 0)) throw py::value_error("gemm1_tile and gemm2_tile: wanted both or none");
+    if (first >= 0 && bf16_variants().variants[first].block_m != bf16_variants().variants[second].block_m)
+        throw py::value_error("gemm1_tile and gemm2_tile share the slots and their row blocks");
+    const int wrong = first < 0 ? all & ~fused & ~nvlink::STAGE_OPEN : fused;
+    if (stages & ~all || stages & wrong)
+        throw py::value_error("stages " + std::to_string(stages) + " are not of the " + (first < 0 ? "fused" : "serial") + " pattern");
+}
+
 // One workspace: sizes and addresses that never change, and the launches on it.
 class workspace {
   public:
     explicit workspace(const py::dict &values) : w_(read_workspace(values)) {
         nvlink::prepare_open_call();
+        nvlink::prepare_serial();
         for (int i = 0; i < nvlink::num_fused_variants; ++i) nvlink::fused_variants[i].prepare();
     }
-    // Launches the stages of `stages` (bits 1 open, 2 gather, 4 scatter) on `stream`; returns at once.
+    // Launches the stages of `stages` (nvlink::stage_bit) on `stream`, in the order of their bits; returns at once.
     void run(const py::dict &values, int stages, double timeout_s, uint64_t stream) {
         bindings::fields f(values, "call");
         const nvlink::layer_call call{
@@ -79,16 +103,20 @@ class workspace {
             .refused = f.get<bool>("refused"), .ids_are_64 = f.get<bool>("ids_are_64"),
             .weights_are_bf16 = f.get<bool>("weights_are_bf16"), .variant = f.get<int>("variant"), .segments = f.get<int>("segments"),
             .weights_before_l2 = f.get<bool>("weights_before_l2"), .alpha = f.get<float>("alpha"), .beta = f.get<float>("beta"),
-            .limit = f.get<float>("limit")};
+            .limit = f.get<float>("limit"), .gemm1 = read_plain(f, "gemm1_tile", "gemm1_policy"),
+            .gemm2 = read_plain(f, "gemm2_tile", "gemm2_policy")};
         f.done();
-        if (call.variant < 0 || call.variant >= nvlink::num_fused_variants)
-            throw py::value_error("variant " + std::to_string(call.variant) + " does not exist");
+        check_tiles(call, stages);
         nvlink::workspace_view w = w_;
         w.call.timeout_ns = uint64_t(timeout_s * 1e9);
         const auto s = reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(stream));
         if (stages & nvlink::STAGE_OPEN) nvlink::launch_open_call(w, call, s);
         if (stages & nvlink::STAGE_GATHER) nvlink::fused_variants[call.variant].gather(w, call, s);
         if (stages & nvlink::STAGE_SCATTER) nvlink::fused_variants[call.variant].scatter(w, call, s);
+        if (stages & nvlink::STAGE_PULL) nvlink::launch_pull(w, call, s);
+        if (stages & nvlink::STAGE_GEMM1) nvlink::launch_gemm1(w, call, s);
+        if (stages & nvlink::STAGE_GEMM2) nvlink::launch_gemm2(w, call, s);
+        if (stages & nvlink::STAGE_COMBINE) nvlink::launch_combine(w, call, s);
     }
 
   private:
@@ -107,6 +135,17 @@ py::list list_variants() {
     return out;
 }
 
+py::list list_plain_tiles() {
+    py::list out;
+    for (int i = 0; i < bf16_variants().count; ++i) {
+        const auto &v = bf16_variants().variants[i];
+        py::dict d;
+        d["name"] = v.name, d["row_block"] = v.block_m, d["columns"] = v.block_n, d["shared"] = v.smem;
+        out.append(d);
+    }
+    return out;
+}
+
 }  // namespace
 
 PYBIND11_MODULE(moe_tk_nvlink, m) {
@@ -116,7 +155,8 @@ PYBIND11_MODULE(moe_tk_nvlink, m) {
     m.attr("FLAG_LINE_BYTES") = nvlink::FLAG_LINE * 4;
     m.attr("MAX_GROUPS") = nvlink::MAX_GROUPS;
     m.attr("SCRATCH_INTS") = nvlink::SCRATCH_INTS;
-    m.def("variants", &list_variants, "The compiled pairs of GEMMs, by index");
+    m.def("variants", &list_variants, "The compiled pairs of fused GEMMs, by index");
+    m.def("plain_tiles", &list_plain_tiles, "The tiles of the serial pattern's GEMMs, by index");
     py::class_<workspace>(m, "Workspace")
         .def(py::init<const py::dict &>(), py::arg("fields"))
         .def("run", &workspace::run, py::arg("call"), py::kw_only(), py::arg("stages"), py::arg("timeout_s"), py::arg("stream"));

@@ -3,7 +3,7 @@
 
 #include "../patterns/grouped_gemm.cuh"
 #include "fused_gemm.cuh"
-#include "layer.cuh"
+#include "role_params.cuh"
 
 namespace moe_tk::nvlink {
 
@@ -52,9 +52,7 @@ template <class Cfg> void launch_gather(const workspace_view &w, const layer_cal
         w, w.rows, w.call.hidden, call.w13, 2 * w.intermediate, w.activated, {w.call, w.counters.arrived},
         {call.alpha, call.beta, call.limit, call.weights_before_l2 ? w.tables.slot_weight : nullptr}, {}, w.tables.tasks1,
         COUNT_TASKS1);
-    const pull_params pull{.tokens = static_cast<const bf16 *>(call.hidden_states), .gathered = static_cast<bf16 *>(w.rows),
-                           .counts = w.tables.counts, .delivery_order = w.tables.delivery_order, .slots = w.tables.slots,
-                           .arrived = w.counters.arrived, .next_row = w.counters.next_row, .row_block = Cfg::BLOCK_M};
+    const pull_params pull = pull_params_of(w, call, Cfg::BLOCK_M);
     launch(gather_gemm<Cfg, swiglu_epilogue>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(), stream,
            globals, pull);
 }
@@ -63,13 +61,7 @@ template <class Cfg> void launch_scatter(const workspace_view &w, const layer_ca
     const auto globals = make_globals<Cfg, no_gate, plain_epilogue, count_push>(
         w, w.activated, w.intermediate, call.w2, w.call.hidden, w.rows, {}, {}, {w.counters.l2_done}, w.tables.tasks2,
         COUNT_TASKS2);
-    const combine_params combine{
-        .counts = w.tables.counts, .slots = w.tables.slots, .job_order = w.tables.job_order,
-        .chunk_expected = w.tables.chunk_expected, .token_counts = w.tables.token_counts, .contributors = w.tables.contributors,
-        .l2_done = w.counters.l2_done, .job_done = w.counters.job_done, .next_job = w.counters.next_job,
-        .next_token = w.counters.next_token, .expert_out = static_cast<const bf16 *>(w.rows),
-        .slot_weight = call.weights_before_l2 ? nullptr : w.tables.slot_weight, .out = static_cast<bf16 *>(call.out),
-        .num_tokens = call.num_tokens, .row_block = Cfg::BLOCK_M, .col_blocks = kittens::ceil_div(w.call.hidden, Cfg::BLOCK_N)};
+    const combine_params combine = combine_params_of(w, call, Cfg::BLOCK_M, kittens::ceil_div(w.call.hidden, Cfg::BLOCK_N));
     launch(gemm_scatter<Cfg>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, shared_bytes<Cfg, bf16>(), stream, globals, w.call,
            combine);
 }

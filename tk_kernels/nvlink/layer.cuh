@@ -1,4 +1,5 @@
-// Launches of one call of the fused layer: from pointers and sizes to the three kernels.
+// Launches of one call of the layer: from pointers and sizes to the three kernels of the fused pattern, or the five of the
+// serial one.
 #pragma once
 
 #include <cstdint>
@@ -24,6 +25,12 @@ struct workspace_view {
     int num_sms;
 };
 
+// How a GEMM of the serial pattern is computed.
+struct plain_gemm {
+    int tile;            // of bf16_variants(); -1: the call is fused
+    int weights_policy;  // as in gemm_args
+};
+
 // One call. Shapes as in moe_tk.MoELayer; weights of this rank in the engine's layout.
 struct layer_call {
     const void *hidden_states, *topk_ids, *topk_weights;
@@ -34,9 +41,11 @@ struct layer_call {
     int num_tokens, refused, ids_are_64, weights_are_bf16;
     int variant, segments, weights_before_l2;
     float alpha, beta, limit;
+    plain_gemm gemm1, gemm2;  // both or none; then `variant` does not matter
 };
 
-enum stage_bit { STAGE_OPEN = 1, STAGE_GATHER = 2, STAGE_SCATTER = 4 };
+// Fused: open, gather, scatter. Serial: open, pull, gemm1, gemm2, combine.
+enum stage_bit { STAGE_OPEN = 1, STAGE_GATHER = 2, STAGE_SCATTER = 4, STAGE_PULL = 8, STAGE_GEMM1 = 16, STAGE_GEMM2 = 32, STAGE_COMBINE = 64 };
 
 struct fused_variant {
     const char *name;
@@ -48,7 +57,18 @@ struct fused_variant {
 extern const fused_variant fused_variants[];
 extern const int num_fused_variants;
 
+// Tiles of the call's GEMMs, which the task lists of open_call are made for.
+struct tile_shape { int row_block, gather_cols, scatter_cols; };
+tile_shape shape_of(const layer_call &);
+
 void prepare_open_call();
 void launch_open_call(const workspace_view &, const layer_call &, cudaStream_t);
+
+// The serial pattern, each with open_call's tables of a call with the same tiles.
+void prepare_serial();
+void launch_pull(const workspace_view &, const layer_call &, cudaStream_t);
+void launch_gemm1(const workspace_view &, const layer_call &, cudaStream_t);
+void launch_gemm2(const workspace_view &, const layer_call &, cudaStream_t);
+void launch_combine(const workspace_view &, const layer_call &, cudaStream_t);
 
 }  // namespace moe_tk::nvlink

@@ -93,6 +93,12 @@ void launch_persistent(Kernel kernel, const G &globals, int grid, int threads, i
     check_cuda(cudaLaunchKernelEx(&config, kernel, globals), "grouped_gemm launch");
 }
 
+// Loads a kernel now: nothing may be loaded while a peer waits for what comes behind it.
+template <class Cfg, class Epilogue> void prepare_grouped_gemm() {
+    check_cuda(cudaFuncSetAttribute(grouped_gemm<Cfg, no_gate, Epilogue, no_push>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    shared_bytes<Cfg, typename Epilogue::out_type>()), "shared memory size");
+}
+
 template <class Cfg, class Gate, class Epilogue, class Push>
 void launch_grouped_gemm(const gemm_args &a, cudaStream_t stream) {
     if (a.num_slots == 0 || a.n == 0) return;  // nothing to write, and TMA has no descriptor for an empty tensor
@@ -124,6 +130,7 @@ struct gemm_variant {
     int block_m, block_n, stages, cluster, smem;
     launcher launch[2];  // [swiglu?]; nullptr: not compiled for this one
     launcher hooked[2];  // the same with a counter gate and push
+    void (*prepare)();   // loads what launch[] launches
 };
 struct variant_list {
     const gemm_variant *variants;
@@ -139,10 +146,15 @@ using activation_epilogue = std::conditional_t<Cfg::SCALED, swiglu_quantise_epil
 template <class Cfg, bool HOOKED = false> constexpr gemm_variant make_variant(const char *name) {
     using act = activation_epilogue<Cfg>;
     gemm_variant v{name, Cfg::SCALED ? "e4m3" : "bf16", Cfg::BLOCK_M, Cfg::BLOCK_N, Cfg::STAGES, Cfg::CLUSTER,
-                   shared_bytes<Cfg, bf16>(), {}, {}};
+                   shared_bytes<Cfg, bf16>(), {}, {}, {}};
     v.launch[0] = launch_grouped_gemm<Cfg, no_gate, plain_epilogue, no_push>;
     // A scale covers 256 accumulator columns of one warpgroup: narrower tiles have no quantised form.
-    if constexpr (!Cfg::SCALED || Cfg::WG_COLS == 256) v.launch[1] = launch_grouped_gemm<Cfg, no_gate, act, no_push>;
+    constexpr bool ACTIVATED = !Cfg::SCALED || Cfg::WG_COLS == 256;
+    if constexpr (ACTIVATED) v.launch[1] = launch_grouped_gemm<Cfg, no_gate, act, no_push>;
+    v.prepare = [] {
+        prepare_grouped_gemm<Cfg, plain_epilogue>();
+        if constexpr (ACTIVATED) prepare_grouped_gemm<Cfg, act>();
+    };
     if constexpr (HOOKED) {
         v.hooked[0] = launch_grouped_gemm<Cfg, counter_gate, plain_epilogue, counter_push>;
         v.hooked[1] = launch_grouped_gemm<Cfg, counter_gate, act, counter_push>;

@@ -1,0 +1,67 @@
+// Launches of the serial pattern: rows, GEMM 1, GEMM 2, combine, one after the other behind open_call. The GEMMs are the
+// engine's own, without gate and push, on the tasks that open_call has listed.
+#include <algorithm>
+
+#include "../patterns/grouped_gemm.cuh"
+#include "role_params.cuh"
+#include "serial.cuh"
+
+namespace moe_tk::nvlink {
+
+namespace {
+
+const gemm_variant &tile(int index) { return bf16_variants().variants[index]; }
+
+// What both GEMMs have in common: slots, tasks of `list`, their number at `count`.
+gemm_args plain_args(const workspace_view &w, const plain_gemm &plain, const int4 *list, count_index count) {
+    gemm_args a{};
+    a.num_slots = w.max_slots, a.num_experts = std::max(1, w.num_local);  // a rank without experts has a dummy and no tasks
+    a.tasks = reinterpret_cast<const int *>(list), a.num_tasks_ptr = w.tables.counts + count;
+    a.block_rows = w.tables.block_target, a.num_sms = w.num_sms, a.weights_policy = plain.weights_policy;
+    return a;
+}
+
+}  // namespace
+
+void prepare_serial() {
+    for (int i = 0; i < bf16_variants().count; ++i) tile(i).prepare();
+    check_cuda(cudaFuncSetAttribute(pull_all, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(pull_all_shared))), "pull_all");
+    cudaFuncAttributes loaded;
+    check_cuda(cudaFuncGetAttributes(&loaded, combine_all), "combine_all");
+}
+
+tile_shape shape_of(const layer_call &call) {
+    if (call.gemm1.tile < 0) {
+        const fused_variant &v = fused_variants[call.variant];
+        return {v.row_block, v.gather_cols, v.scatter_cols};
+    }
+    return {tile(call.gemm1.tile).block_m, tile(call.gemm1.tile).block_n, tile(call.gemm2.tile).block_n};
+}
+
+void launch_pull(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
+    pull_all<<<w.num_sms, PULL_WARPS * 32, sizeof(pull_all_shared), stream>>>(w.call, pull_params_of(w, call, shape_of(call).row_block));
+    check_cuda(cudaGetLastError(), "pull_all launch");
+}
+
+void launch_gemm1(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
+    gemm_args a = plain_args(w, call.gemm1, w.tables.tasks1, COUNT_TASKS1);
+    a.tokens = w.rows, a.weights = call.w13, a.out = w.activated;
+    a.n = 2 * w.intermediate, a.k = w.call.hidden, a.tokens_stride = a.k, a.out_stride = w.intermediate;
+    a.alpha = call.alpha, a.beta = call.beta, a.limit = call.limit;
+    a.slot_weight = call.weights_before_l2 ? w.tables.slot_weight : nullptr;
+    tile(call.gemm1.tile).launch[1](a, stream);
+}
+
+void launch_gemm2(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
+    gemm_args a = plain_args(w, call.gemm2, w.tables.tasks2, COUNT_TASKS2);
+    a.tokens = w.activated, a.weights = call.w2, a.out = w.rows;
+    a.n = w.call.hidden, a.k = w.intermediate, a.tokens_stride = a.k, a.out_stride = a.n;
+    tile(call.gemm2.tile).launch[0](a, stream);
+}
+
+void launch_combine(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
+    combine_all<<<w.num_sms, COMBINE_THREADS, 0, stream>>>(w.call, combine_params_of(w, call, shape_of(call).row_block, 0));
+    check_cuda(cudaGetLastError(), "combine_all launch");
+}
+
+}  // namespace moe_tk::nvlink
