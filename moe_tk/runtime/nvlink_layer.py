@@ -11,7 +11,8 @@ from torch import Tensor
 
 from moe_tk.errors import ArgumentError
 from moe_tk.group import RankGroup
-from moe_tk.memory.nvlink_layout import ROW_BLOCKS, NvlinkGeometry
+from moe_tk.memory.nvlink_layout import FUSED_COLUMN_BLOCK, ROW_BLOCKS, NvlinkGeometry
+from moe_tk.planner import Choice, LayerWork, choose_fusion, machine_of
 from moe_tk.runtime.gemm_tiles import TileChoice, choose_tile
 from moe_tk.runtime.launch import Activation
 from moe_tk.runtime.nvlink import nvlink_module
@@ -53,16 +54,19 @@ class NvlinkLayer:
 
     def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, activation: Activation,
                  weights_before_l2: bool, timeout_s: float, segments: int | None = None, row_block: int | None = None,
-                 reserve_sms: int = 0, pattern: str = "two_kernel") -> None:
-        """A collective, except that `pattern` may differ from rank to rank: ranks show each other the same things in all of them.
-        row_block None = chosen by the size of each call; segments None = 1: measured on two H200, the padding of
-        more segments cost more time in the GEMMs than the earlier return of the results saved."""
+                 reserve_sms: int = 0, pattern: str = "auto") -> None:
+        """A collective. pattern "auto" = chosen by the size of each call, and may differ from rank to rank: ranks show each other
+        the same things in both. row_block None = chosen by the size of each call; segments None = 1: measured on two H200, the
+        padding of more segments cost more time in the GEMMs than the earlier return of the results saved."""
         self.geometry, self.device, self.timeout_s = geometry, device, timeout_s
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
         self.segments, self.row_block, self.pattern = segments, row_block, pattern
         self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
+        self.machine = machine_of(torch.cuda.get_device_name(device), self.session.num_sms)
+        self._choices: dict[int, Choice] = {}                 # by number of tokens
+        self._plain_fields: dict[int, dict[str, int]] = {}
         self._tile_index = {tile["name"]: index for index, tile in enumerate(nvlink_module().plain_tiles())}
 
     def load_weights(self, w13: Tensor, w2: Tensor) -> None:
@@ -87,11 +91,21 @@ class NvlinkLayer:
         return (choose_tile("bf16", columns=2 * g.padded_intermediate, activation=True, **common),
                 choose_tile("bf16", columns=g.hidden, activation=False, **common))
 
+    def choice(self, num_tokens: int) -> Choice:
+        """What the planner says to a call with num_tokens tokens on this rank."""
+        if num_tokens not in self._choices:
+            g = self.geometry
+            work = LayerWork(tokens=num_tokens, world=g.world, top_k=g.top_k, num_experts=g.num_experts,
+                             local_experts=g.num_local_experts, hidden=g.hidden, local_intermediate=g.local_intermediate,
+                             row_block=ROW_BLOCKS[self.choices(num_tokens)[0]], column_block=FUSED_COLUMN_BLOCK)
+            self._choices[num_tokens] = choose_fusion(work, self.machine)
+        return self._choices[num_tokens]
+
     def pattern_of(self, num_tokens: int, stages: int | None = None) -> str:
         """Pattern of a call with num_tokens tokens on this rank; with `stages`, the one that has them (OPEN alone is of both)."""
         if stages not in (None, OPEN):
             return next(pattern for pattern in PATTERNS if not stages & ~STAGES[pattern])
-        return self.pattern
+        return self.choice(num_tokens).pattern if self.pattern == "auto" else self.pattern
 
     def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor, out: Tensor, *, signature: int, stages: int | None = None,
                 pattern: str | None = None) -> None:
@@ -105,10 +119,17 @@ class NvlinkLayer:
         pattern = pattern or self.pattern_of(hidden.shape[0], stages)
         fields = self._fields(*self.choices(hidden.shape[0]), signature, hidden, ids, weights, out)
         if pattern == "serial":
-            first, second = self.tiles(hidden.shape[0])
-            fields.update(gemm1_tile=self._tile_index[first.name], gemm1_policy=first.weights_policy,
-                          gemm2_tile=self._tile_index[second.name], gemm2_policy=second.weights_policy)
+            fields.update(self._plain(hidden.shape[0]))
         self.session.run(fields, stages=STAGES[pattern] if stages is None else stages, timeout_s=self.timeout_s)
+
+    def _plain(self, num_tokens: int) -> dict[str, int]:
+        """Fields of the two GEMMs of a serial call."""
+        if num_tokens not in self._plain_fields:
+            first, second = self.tiles(num_tokens)
+            self._plain_fields[num_tokens] = {
+                "gemm1_tile": self._tile_index[first.name], "gemm1_policy": first.weights_policy,
+                "gemm2_tile": self._tile_index[second.name], "gemm2_policy": second.weights_policy}
+        return self._plain_fields[num_tokens]
 
     def refuse(self, signature: int) -> None:
         """Tells the other ranks that this one does not make the call; they get PeerRefused."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -70,7 +72,7 @@ def every_tile(ranks: Ranks) -> None:
     x, ids, weights = args = data.mine()
     want = reference.moe_layer(*args, data.w13, data.w2)
     for index, tile in enumerate(nvlink_module().plain_tiles()):
-        layer = case.layer(ranks, pattern="serial", row_block=tile["row_block"])
+        layer = replace(case, row_block=tile["row_block"]).layer(ranks, pattern="serial")
         data.load(layer)
         fields = layer._calls._fields(*layer._calls.choices(len(x)), 7, x, ids, weights, out := torch.full_like(x, float("nan")))
         fields.update(gemm1_tile=index, gemm2_tile=index)

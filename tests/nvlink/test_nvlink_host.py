@@ -12,7 +12,7 @@ import torch
 
 import moe_tk
 from moe_tk import reference
-from moe_tk.cpu_layer import CpuMoELayer
+from moe_tk.back_end import decide_back_end
 from moe_tk.cuda_layer import CudaMoELayer
 from moe_tk.errors import (
     ArgumentError,
@@ -23,7 +23,6 @@ from moe_tk.errors import (
     PeerRefused,
     TopologyError,
 )
-from moe_tk.layer import layer_class
 from moe_tk.memory.layout import ALIGNMENT, CONTROL_BYTES
 from moe_tk.memory.nvlink_layout import (
     MAX_GROUPS,
@@ -224,11 +223,11 @@ def test_rows_that_bulk_copies_cannot_read_are_copied():
 
 
 def test_protocol_chooses_the_back_end(monkeypatch):
-    assert layer_class("nvlink") is CudaMoELayer
-    assert layer_class("auto") is CpuMoELayer
+    assert decide_back_end(None, dict(protocol="nvlink")).protocol == "nvlink"
+    assert decide_back_end(None, dict(protocol="auto")).protocol == "shm"
     monkeypatch.setenv("MOE_TK_PROTOCOL", "nvlink")
-    assert layer_class("auto") is CudaMoELayer
-    assert layer_class("shm") is CpuMoELayer
+    assert decide_back_end(None, {}).protocol == "nvlink"
+    assert decide_back_end(None, dict(protocol="shm")).protocol == "shm"
 
 
 def test_module_compiles_and_its_sizes_are_the_layouts():

@@ -27,7 +27,7 @@ __global__ __launch_bounds__(PULL_WARPS * 32, 1) void pull_all(const __grid_cons
 
 // Roles: every warp combines jobs, then reduces own tokens. Nobody waits before the jobs are used up, so blocks that start late
 // are waited for by nobody.
-constexpr int COMBINE_THREADS = 512;
+constexpr int COMBINE_THREADS = 768;  // 80 registers each without spills
 __global__ __launch_bounds__(COMBINE_THREADS, 1) void combine_all(const __grid_constant__ call_view c,
                                                                  const __grid_constant__ combine_params p) {
     combine_and_reduce(c, p);
