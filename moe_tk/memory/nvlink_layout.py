@@ -19,6 +19,7 @@ MAX_GROUPS = 1536          # segments * local experts; checked against the modul
 SCRATCH_INTS = 8 * (MAX_GROUPS + 4)
 FLAG_LINE_BYTES = 128      # one flag of one writer
 HEADER_BYTES = 16
+MAX_COL_GROUPS = 4         # groups of column blocks of GEMM 2; checked against the module
 MAX_TOP_K = 32             # a warp's lane per choice
 MAX_WORLD = 32             # a warp's lane per rank
 INT32_MAX = 2**31 - 1
@@ -104,7 +105,7 @@ def symmetric_items(g: NvlinkGeometry) -> tuple[Item, ...]:
         ("rows_posted", (g.world, FLAG_LINE_BYTES), 1, "epoch of each rank's exported rows"),
         ("routing", (2, g.world, g.max_tokens, g.top_k), 8, "expert and weight of each pair of all ranks"),
         ("rows", (peers, g.hidden), 2, "this rank's tokens, read by the others"),
-        ("combined", (g.world, g.job_chunks), 4, "watermark of each chunk of partial rows"),
+        ("combined", (g.world, g.job_chunks, MAX_COL_GROUPS), 4, "watermark of each chunk of partial rows, by column group"),
         ("planes", (g.world, g.max_tokens, g.hidden), 2, "partial rows from each rank"),
     ])
 
@@ -117,7 +118,7 @@ def table_items(g: NvlinkGeometry) -> tuple[Item, ...]:
         ("blocks_done", (1,), 4, "blocks of open_call that are done"),
         ("copies_done", (1,), 4, "blocks that have exported their rows"),
         ("record_claim", (1,), 4, "whether a wait record was filed"),
-        ("next_row", (1,), 4, "dispenser of rows"), ("next_job", (1,), 4, "... of jobs"), ("next_token", (1,), 4, "... of tokens"),
+        ("next_row", (1,), 4, "dispenser of rows"), ("next_item", (1,), 4, "... of jobs and tokens"),
         ("counts", (5,), 4, "slots, row blocks, jobs, tasks of both GEMMs"),
         ("token_counts", (g.world,), 4, "tokens of each rank"),
         ("expert_offsets", (groups + 1,), 4, "first slot of each group"),
@@ -135,8 +136,9 @@ def table_items(g: NvlinkGeometry) -> tuple[Item, ...]:
         ("chunk_expected", (g.world, g.job_chunks), 4, "jobs of each chunk"),
         ("contributors", (g.max_tokens,), 8, "ranks with work for each own token"),
         ("arrived", (g.max_blocks,), 4, "rows placed"),
-        ("l2_done", (g.max_blocks,), 4, "column blocks of GEMM 2"),
-        ("job_done", (g.world, g.job_chunks), 4, "jobs pushed"),
+        ("l1_done", (g.max_blocks,), 4, "column blocks of GEMM 1"),
+        ("l2_done", (g.max_blocks, MAX_COL_GROUPS), 4, "column blocks of GEMM 2"),
+        ("job_done", (g.world, g.job_chunks, MAX_COL_GROUPS), 4, "jobs pushed"),
         ("marks", (g.max_slots,), 1, "smallest and largest slot of a row"),
         ("scratch", (SCRATCH_INTS,), 4, "sums of the blocks that build the tables"),
     ])

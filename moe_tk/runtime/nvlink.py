@@ -6,7 +6,7 @@ from types import ModuleType
 
 from moe_tk.errors import BuildError
 from moe_tk.memory.layout import CONTROL_BYTES
-from moe_tk.memory.nvlink_layout import FLAG_LINE_BYTES, MAX_GROUPS, ROW_BLOCKS, SCRATCH_INTS
+from moe_tk.memory.nvlink_layout import FLAG_LINE_BYTES, MAX_COL_GROUPS, MAX_GROUPS, ROW_BLOCKS, SCRATCH_INTS
 from moe_tk.runtime.build import build_cuda_module, load_module
 from moe_tk.runtime.native_root import native_modules
 
@@ -21,9 +21,9 @@ def nvlink_module() -> ModuleType:
     if _module is None:
         sources = next(module.sources for module in native_modules() if module.name == NAME)
         module = load_module(build_cuda_module(NAME, sources, arch=ARCH), NAME)
-        have = (module.CONTROL_BYTES, module.FLAG_LINE_BYTES, module.MAX_GROUPS, module.SCRATCH_INTS,
+        have = (module.CONTROL_BYTES, module.FLAG_LINE_BYTES, module.MAX_GROUPS, module.MAX_COL_GROUPS, module.SCRATCH_INTS,
                 tuple(variant["row_block"] for variant in module.variants()))
-        want = (CONTROL_BYTES, FLAG_LINE_BYTES, MAX_GROUPS, SCRATCH_INTS, ROW_BLOCKS)
+        want = (CONTROL_BYTES, FLAG_LINE_BYTES, MAX_GROUPS, MAX_COL_GROUPS, SCRATCH_INTS, ROW_BLOCKS)
         if have != want:
             raise BuildError(f"{module.__file__} has sizes {have}, this package expects {want}: clear the module cache")
         _module = module

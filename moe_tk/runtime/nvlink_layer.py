@@ -20,6 +20,7 @@ from moe_tk.runtime.nvlink_session import NVLINK_SESSIONS, OPEN, STAGES
 from moe_tk.schedule.capacity import ceil_div
 
 INTERLEAVE = 8        # swiglu_epilogue: gate and up rows alternate in groups of 8
+DEFAULT_PASSES = 4    # over the columns of GEMM 2
 LARGE_TILE_ROWS = 96  # mean rows of an expert from which row blocks of 128 are used
 PATTERNS = tuple(STAGES)
 NOT_PLAIN = {"gemm1_tile": -1, "gemm1_policy": 0, "gemm2_tile": -1, "gemm2_policy": 0}  # fields of a fused call
@@ -54,13 +55,13 @@ class NvlinkLayer:
 
     def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, activation: Activation,
                  weights_before_l2: bool, timeout_s: float, segments: int | None = None, row_block: int | None = None,
-                 reserve_sms: int = 0, pattern: str = "auto") -> None:
+                 reserve_sms: int = 0, pattern: str = "auto", passes: int | None = None) -> None:
         """A collective. pattern "auto" = chosen by the size of each call, and may differ from rank to rank: ranks show each other
         the same things in both. row_block None = chosen by the size of each call; segments None = 1: measured on two H200, the
         padding of more segments cost more time in the GEMMs than the earlier return of the results saved."""
         self.geometry, self.device, self.timeout_s = geometry, device, timeout_s
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
-        self.segments, self.row_block, self.pattern = segments, row_block, pattern
+        self.segments, self.row_block, self.pattern, self.passes = segments, row_block, pattern, passes
         self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
@@ -127,7 +128,7 @@ class NvlinkLayer:
         if num_tokens not in self._plain_fields:
             first, second = self.tiles(num_tokens)
             self._plain_fields[num_tokens] = {
-                "gemm1_tile": self._tile_index[first.name], "gemm1_policy": first.weights_policy,
+                "passes": 1, "gemm1_tile": self._tile_index[first.name], "gemm1_policy": first.weights_policy,
                 "gemm2_tile": self._tile_index[second.name], "gemm2_policy": second.weights_policy}
         return self._plain_fields[num_tokens]
 
@@ -145,5 +146,5 @@ class NvlinkLayer:
                 "num_tokens": 0 if hidden is None else hidden.shape[0], "refused": hidden is None,
                 "ids_are_64": ids is not None and ids.dtype == torch.int64,
                 "weights_are_bf16": weights is not None and weights.dtype == torch.bfloat16, "variant": variant,
-                "segments": segments, "weights_before_l2": self.weights_before_l2, "alpha": self.activation.alpha,
-                "beta": self.activation.beta, "limit": self.limit, **NOT_PLAIN}
+                "segments": segments, "passes": self.passes or DEFAULT_PASSES, "weights_before_l2": self.weights_before_l2,
+                "alpha": self.activation.alpha, "beta": self.activation.beta, "limit": self.limit, **NOT_PLAIN}

@@ -89,17 +89,20 @@ def _sends(own: list[list[int]], count: int, world: int, num_experts: int, mode:
     return send_order, contributors
 
 
-def task_order_golden(tables: Tables, num_col_blocks: int) -> torch.Tensor:
+def task_order_golden(tables: Tables, num_col_blocks: int, passes: int = 1) -> torch.Tensor:
     """orders.task_order as loops."""
     tasks = []
     row_blocks = [offset // tables.row_block for offset in tables.expert_offsets.tolist()]
-    for group in range(tables.num_groups):
-        segment, expert = divmod(group, tables.num_local_experts)
-        blocks = range(row_blocks[group], row_blocks[group + 1])
-        for start in range(0, len(blocks), SUPERTILE):
-            for col in range(num_col_blocks):
-                rows = blocks[start : start + SUPERTILE]
-                tasks += [(segment, expert, block, col) for block in (rows if col % 2 == 0 else reversed(rows))]
+    experts = tables.num_local_experts
+    for segment in range(tables.segments if experts else 0):
+        for cut in range(passes):
+            cols = range(cut * num_col_blocks // passes, (cut + 1) * num_col_blocks // passes)
+            for expert in range(experts):
+                blocks = range(row_blocks[segment * experts + expert], row_blocks[segment * experts + expert + 1])
+                for start in range(0, len(blocks), SUPERTILE):
+                    for place, col in enumerate(cols):
+                        rows = blocks[start : start + SUPERTILE]
+                        tasks += [(segment, expert, block, col) for block in (rows if place % 2 == 0 else reversed(rows))]
     return torch.tensor(tasks, dtype=torch.int32).reshape(-1, 4)
 
 

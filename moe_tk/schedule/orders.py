@@ -21,14 +21,17 @@ def _check_columns(name: str, value: int) -> None:
         raise ArgumentError(f"{name} must be an integer >= 1, got {value!r}")
 
 
-def task_order(tables: Tables, num_col_blocks: int) -> Tensor:
+def task_order(tables: Tables, num_col_blocks: int, passes: int = 1) -> Tensor:
     """[n_tasks, 4] int32 rows (segment, local expert, row block, column block), in the order of execution.
 
     n_tasks = row blocks * num_col_blocks. Segment by segment, expert by expert; inside a group, supertiles of up to
     SUPERTILE row blocks are walked column by column, so that a weight column block is reused from L2; every second
     column upwards, so that neighbouring tasks always share their rows or their weights.
+    With several passes each segment is walked once for each of `passes` equal runs of column blocks: all rows are complete in
+    the first columns early, at the price of reading the rows once for each pass.
     """
     _check_columns("num_col_blocks", num_col_blocks)
+    _check_columns("passes", passes)
     num_blocks, device = tables.num_blocks, tables.device
     check_int32("task_order: number of tasks", num_blocks * num_col_blocks, "use larger tiles")
     block = torch.arange(num_blocks, device=device)
@@ -41,9 +44,16 @@ def task_order(tables: Tables, num_col_blocks: int) -> Tensor:
     height = (end - tile_start).clamp(max=SUPERTILE)
     col = torch.arange(num_col_blocks, device=device)
     down = (block - tile_start)[:, None].expand(-1, num_col_blocks)
-    row = torch.where(col % 2 == 0, down, height[:, None] - 1 - down)
-    place = (tile_start * num_col_blocks)[:, None] + col * height[:, None] + row
     experts = max(tables.num_local_experts, 1)
+    segment = group.clamp(min=0) // experts
+    segment_start = torch.where(used, first_block[segment * experts], 0)
+    segment_height = torch.where(used, first_block[(segment + 1) * experts], num_blocks) - segment_start
+    first_col = ((col + 1) * passes - 1) // num_col_blocks * num_col_blocks // passes  # of the column's pass
+    in_pass, width = col - first_col, (((col + 1) * passes - 1) // num_col_blocks + 1) * num_col_blocks // passes - first_col
+    row = torch.where(in_pass % 2 == 0, down, height[:, None] - 1 - down)
+    place = ((segment_start * num_col_blocks)[:, None] + segment_height[:, None] * first_col
+             + (tile_start - segment_start)[:, None] * width + in_pass * height[:, None] + row)
+    place = torch.where(used[:, None], place, (block * num_col_blocks)[:, None] + col)
     task = torch.stack(torch.broadcast_tensors((group // experts)[:, None], (group % experts)[:, None],
                                                block[:, None], col), dim=-1)
     return _ordered(task, place, used)

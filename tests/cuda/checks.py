@@ -16,6 +16,7 @@ from moe_tk import reference
 from moe_tk.errors import ArgumentError, MoETkError, PeerLost, PeerRefused, ProtocolTimeout
 from moe_tk.group import resolve_group
 from moe_tk.memory.nvlink_layout import ROW_BLOCKS
+from moe_tk.runtime.nvlink_layer import DEFAULT_PASSES
 from moe_tk.schedule import build_tables, make_routing, task_order
 from moe_tk.weights import shard_weights
 
@@ -109,12 +110,13 @@ TABLE_CASES = [
     Case(512, 8, 64, (512,), row_block=64, segments=2, routing="hot_rank"), Case(96, 32, 1024, (96, 40), "tp", 64, 1)]
 
 
-def compare_tables(workspace, want, count: int, layer, columns: tuple[int, int] = (256, 256)) -> list[str]:
-    """Names of the tables on the device that differ from the schedule's. columns: of the tiles of both GEMMs."""
+def compare_tables(workspace, want, count: int, layer, columns: tuple[int, int] = (256, 256),
+                   passes: int = DEFAULT_PASSES) -> list[str]:
+    """Names of the tables on the device that differ from the schedule's. columns: of the tiles of both GEMMs; passes: of GEMM 2."""
     slots, blocks, jobs = want.slot_pair.numel(), want.block_group.numel(), want.delivery_order.numel()
     present = torch.cat([torch.arange(want.tokens_per_rank) < c for c in want.token_counts.tolist()])
     widths = 2 * layer.session.geometry.padded_intermediate, layer.hidden_size
-    orders = [task_order(want, -(-width // tile)) for width, tile in zip(widths, columns, strict=True)]
+    orders = [task_order(want, -(-width // tile), times) for width, tile, times in zip(widths, columns, (1, passes), strict=True)]
     pairs = {
         "counts": (workspace.local("counts"), torch.tensor([slots, blocks, jobs, *(len(order) for order in orders)])),
         "expert_offsets": (workspace.local("expert_offsets")[:want.expert_offsets.numel()], want.expert_offsets),

@@ -18,19 +18,20 @@ SOME = settings(max_examples=100, deadline=None)
 
 
 @SOME
-@given(cases(), st.integers(1, 5))
-def test_task_order(case, num_cols):
+@given(cases(), st.integers(1, 5), st.integers(1, 4))
+def test_task_order(case, num_cols, passes):
     padded = case.padded(case.world - 1)
     tables = case.build(case.world - 1)
-    order = task_order(tables, num_cols)
+    order = task_order(tables, num_cols, passes)
     assert order.dtype == torch.int32
-    assert torch.equal(order, task_order_golden(tables, num_cols))
+    assert torch.equal(order, task_order_golden(tables, num_cols, passes))
     group = order[:, 0] * tables.num_local_experts + order[:, 1]
-    assert bool((group.diff() >= 0).all()), "a segment, and in it an expert, ends before the next begins"
+    walk = (order[:, 0] * passes + ((order[:, 3] + 1) * passes - 1) // num_cols) * tables.num_local_experts + order[:, 1]
+    assert bool((walk.diff() >= 0).all()), "a segment, in it a pass, in it an expert, ends before the next begins"
     tiles = order[:, 2].long() * num_cols + order[:, 3]
     assert torch.equal(tiles.sort().values, torch.arange(tables.num_blocks * num_cols)), "each tile exactly once"
     assert torch.equal(group, tables.block_group[order[:, 2].long()])
-    at_capacity = task_order(padded.tables, num_cols)
+    at_capacity = task_order(padded.tables, num_cols, passes)
     assert torch.equal(at_capacity[: len(order)], order) and bool((at_capacity[len(order):] == -1).all())
 
 
@@ -74,6 +75,8 @@ def test_orders_refuse_what_cannot_work():
         mega_order(tables, 1, 1, 0)
     with pytest.raises(ArgumentError, match="num_col_blocks must be an integer >= 1, got 0"):
         task_order(tables, 0)
+    with pytest.raises(ArgumentError, match="passes"):
+        task_order(tables, 1, 0)
     with pytest.raises(ScheduleError, match=r"number of tasks = 4294967296 does not fit the int32 tables"):
         task_order(tables, 2**31)
     with pytest.raises(ScheduleError, match="number of tasks"):

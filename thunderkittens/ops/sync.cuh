@@ -105,6 +105,12 @@ __device__ __forceinline__ void cluster_sync() {
         "barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
+// ---- programmatic dependent launch
+// Waits until the grids that this one was launched behind have completed and their writes are visible.
+__device__ __forceinline__ void wait_prerequisite_grids() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+// This block no longer minds if a grid launched behind this one starts; it does when all blocks have said so or ended.
+__device__ __forceinline__ void launch_dependent_grids() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 // ---- register re-allocation: by all warps of a warpgroup; counts are multiples of 8 in [24, 256].
 template <int COUNT> __device__ __forceinline__ void increase_registers() {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(COUNT) : "memory");

@@ -51,9 +51,10 @@ nvlink::workspace_view read_workspace(const py::dict &values) {
     nvlink::workspace_view w{};
     w.call = read_call(f);
     w.tables = read_tables(f);
-    w.counters = {.arrived = f.pointer<uint32_t>("arrived"), .l2_done = f.pointer<uint32_t>("l2_done"),
+    w.counters = {.arrived = f.pointer<uint32_t>("arrived"), .l1_done = f.pointer<uint32_t>("l1_done"),
+                  .l2_done = f.pointer<uint32_t>("l2_done"),
                   .job_done = f.pointer<uint32_t>("job_done"), .next_row = f.pointer<uint32_t>("next_row"),
-                  .next_job = f.pointer<uint32_t>("next_job"), .next_token = f.pointer<uint32_t>("next_token")};
+                  .next_item = f.pointer<uint32_t>("next_item")};
     w.epoch = f.pointer<uint32_t>("epoch"), w.blocks_done = f.pointer<uint32_t>("blocks_done");
     w.copies_done = f.pointer<uint32_t>("copies_done"), w.scratch = f.pointer<int>("scratch"), w.marks = f.pointer<uint8_t>("marks");
     w.rows = f.pointer<void>("slot_rows"), w.activated = f.pointer<void>("activated");
@@ -102,18 +103,21 @@ class workspace {
             .w2 = f.pointer<void>("w2"), .signature = f.get<uint64_t>("signature"), .num_tokens = f.get<int>("num_tokens"),
             .refused = f.get<bool>("refused"), .ids_are_64 = f.get<bool>("ids_are_64"),
             .weights_are_bf16 = f.get<bool>("weights_are_bf16"), .variant = f.get<int>("variant"), .segments = f.get<int>("segments"),
+            .passes = f.get<int>("passes"),
             .weights_before_l2 = f.get<bool>("weights_before_l2"), .alpha = f.get<float>("alpha"), .beta = f.get<float>("beta"),
             .limit = f.get<float>("limit"), .gemm1 = read_plain(f, "gemm1_tile", "gemm1_policy"),
             .gemm2 = read_plain(f, "gemm2_tile", "gemm2_policy")};
         f.done();
         check_tiles(call, stages);
+        if (call.passes < 1 || call.passes > nvlink::MAX_COL_GROUPS)
+            throw py::value_error("passes: wanted 1.." + std::to_string(nvlink::MAX_COL_GROUPS) + ", got " + std::to_string(call.passes));
         nvlink::workspace_view w = w_;
         w.call.timeout_ns = uint64_t(timeout_s * 1e9);
         const auto s = reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(stream));
         if (stages & nvlink::STAGE_OPEN) nvlink::launch_open_call(w, call, s);
-        if (stages & nvlink::STAGE_GATHER) nvlink::fused_variants[call.variant].gather(w, call, s);
-        if (stages & nvlink::STAGE_SCATTER) nvlink::fused_variants[call.variant].scatter(w, call, s);
-        if (stages & nvlink::STAGE_PULL) nvlink::launch_pull(w, call, s);
+        if (stages & nvlink::STAGE_GATHER) nvlink::fused_variants[call.variant].gather(w, call, stages & nvlink::STAGE_OPEN, s);
+        if (stages & nvlink::STAGE_SCATTER) nvlink::fused_variants[call.variant].scatter(w, call, stages & nvlink::STAGE_GATHER, s);
+        if (stages & nvlink::STAGE_PULL) nvlink::launch_pull(w, call, stages & nvlink::STAGE_OPEN, s);
         if (stages & nvlink::STAGE_GEMM1) nvlink::launch_gemm1(w, call, s);
         if (stages & nvlink::STAGE_GEMM2) nvlink::launch_gemm2(w, call, s);
         if (stages & nvlink::STAGE_COMBINE) nvlink::launch_combine(w, call, s);
@@ -154,6 +158,7 @@ PYBIND11_MODULE(moe_tk_nvlink, m) {
     m.attr("MAILBOX_BYTES") = sizeof(nvlink::mailbox);
     m.attr("FLAG_LINE_BYTES") = nvlink::FLAG_LINE * 4;
     m.attr("MAX_GROUPS") = nvlink::MAX_GROUPS;
+    m.attr("MAX_COL_GROUPS") = nvlink::MAX_COL_GROUPS;
     m.attr("SCRATCH_INTS") = nvlink::SCRATCH_INTS;
     m.def("variants", &list_variants, "The compiled pairs of fused GEMMs, by index");
     m.def("plain_tiles", &list_plain_tiles, "The tiles of the serial pattern's GEMMs, by index");

@@ -57,23 +57,25 @@ __device__ __forceinline__ bool fetch_work(const task_table &table, int count, i
     return true;
 }
 
-// Calls body(cluster_work) for every task of this block, in order. The loader fetches the next task before the body runs.
-// The other roles have no registers for that, and what they read is in L1 by then: the loader is ahead of them.
-template <int CLUSTER, bool LOADER = false, class Body>
+// Calls body(cluster_work) for every task of this block, in order. What these roles read is in L1: the loader is ahead of them.
+template <int CLUSTER, class Body>
 __device__ __forceinline__ void for_each_task(const task_table &table, int block_m, int rank, Body &&body) {
     const int count = table.count(), stride = gridDim.x / CLUSTER;
-    int i = blockIdx.x / CLUSTER;
     cluster_work now;
-    if constexpr (LOADER) {
-        cluster_work next;
-        bool more = fetch_work<CLUSTER, true>(table, count, block_m, i, rank, next);
-        while (more) {
-            now = next;
-            more = fetch_work<CLUSTER, true>(table, count, block_m, i += stride, rank, next);
-            body(now);
-        }
-    } else {
-        for (; fetch_work<CLUSTER, false>(table, count, block_m, i, rank, now); i += stride) body(now);
+    for (int i = blockIdx.x / CLUSTER; fetch_work<CLUSTER, false>(table, count, block_m, i, rank, now); i += stride) body(now);
+}
+
+// The same for the loader: body(cluster_work, whether there is a next one, the next one). The next one is fetched before the body runs.
+template <int CLUSTER, class Body>
+__device__ __forceinline__ void for_each_task_ahead(const task_table &table, int block_m, int rank, Body &&body) {
+    const int count = table.count(), stride = gridDim.x / CLUSTER;
+    int i = blockIdx.x / CLUSTER;
+    cluster_work now, next;
+    bool more = fetch_work<CLUSTER, true>(table, count, block_m, i, rank, next);
+    while (more) {
+        now = next;
+        more = fetch_work<CLUSTER, true>(table, count, block_m, i += stride, rank, next);
+        body(now, more, next);
     }
 }
 

@@ -8,6 +8,7 @@ namespace moe_tk {
 struct no_gate {
     static constexpr bool NOOP = true;
     struct params {};
+    __device__ static bool ready(const params &, const tile_task &) { return true; }
     __device__ static void wait(const params &, const tile_task &) {}
 };
 

@@ -1,6 +1,7 @@
 // The schedule tables, from the pairs of all ranks in this GPU's memory. One cluster builds; docs/schedule.md has the meaning.
 #pragma once
 
+#include "hooks.cuh"
 #include "open_globals.cuh"
 
 namespace moe_tk::nvlink {
@@ -133,7 +134,7 @@ __device__ __forceinline__ void place_groups(const open_globals &g, const build_
     __syncthreads();
 }
 
-__device__ __forceinline__ void write_groups(const open_globals &g, const build_place &me, const open_shared &s, int groups, uint8_t *marks) {
+__device__ __forceinline__ void write_groups(const open_globals &g, const build_place &me, const open_shared &s, int groups) {
     const table_view &t = g.tables;
     for (int i = me.global_thread; i <= groups; i += BUILD_THREADS) t.expert_offsets[i] = s.offset[i];
     for (int e = me.global_thread; e < g.num_local; e += BUILD_THREADS) {
@@ -148,7 +149,7 @@ __device__ __forceinline__ void write_groups(const open_globals &g, const build_
             t.block_group[slot / g.row_block] = group;
             t.block_target[slot / g.row_block] = min(g.row_block, first + rows - slot);
         }
-        for (int slot = first + rows + me.lane; slot < end; slot += 32) t.slot_pair[slot] = -1, marks[slot] = 0;
+        for (int slot = first + rows + me.lane; slot < end; slot += 32) t.slot_pair[slot] = -1;
     }
     if (me.global_thread == 0) {
         const int blocks = s.offset[groups] / g.row_block;
@@ -178,59 +179,76 @@ __device__ __forceinline__ void place_pairs(const open_globals &g, const build_p
 
 enum slot_mark : uint8_t { MARK_FIRST = 1, MARK_LAST = 2 };  // smallest and largest slot of a row
 
+// Calls body(j, slots[j]) for the slots of one row of the table, in vectors where k allows it.
+template <class Body> __device__ __forceinline__ void for_each_slot(const int *slots, int k, Body &&body) {
+    if (k % 4 == 0) {
+#pragma unroll 2
+        for (int j = 0; j < k; j += 4) {
+            const int4 v = __ldcg(reinterpret_cast<const int4 *>(slots + j));
+            body(j, v.x), body(j + 1, v.y), body(j + 2, v.z), body(j + 3, v.w);
+        }
+    } else {
+#pragma unroll 6
+        for (int j = 0; j < k; ++j) body(j, __ldcg(slots + j));
+    }
+}
+
 // Per token: marks its smallest and largest slot, counts its job, and notes who works for it.
-__device__ __forceinline__ void mark_tokens(const open_globals &g, const build_place &me, const open_shared &s, uint32_t parity, uint8_t *marks) {
+__device__ __forceinline__ void mark_tokens(const open_globals &g, const build_place &me, const open_shared &s, uint32_t parity) {
     const call_view &c = g.call;
     const int k = c.top_k;
     const token_range range = tokens_of_warp(g, s, me.global_warp);
     for (int token = range.first + me.lane; token < range.last; token += 32) {
         const token_place at = place_of(g, s, token);
-        const int *slots = g.tables.slots + at.row * k;
         int smallest = INT32_MAX, largest = -1;
-#pragma unroll 8
-        for (int j = 0; j < k; ++j) {
-            const int slot = __ldcg(slots + j);
+        for_each_slot(g.tables.slots + at.row * k, k, [&](int, int slot) {
             if (slot >= 0) smallest = min(smallest, slot), largest = max(largest, slot);
+        });
+        if (largest >= 0) {  // zero_counters has cleared the marks of all other slots
+            g.marks[smallest] = smallest == largest ? MARK_FIRST | MARK_LAST : MARK_FIRST;
+            if (smallest != largest) g.marks[largest] = MARK_LAST;
+            atomicAdd(g.tables.chunk_expected + at.rank * c.job_chunks + at.t / c.job_chunk, 1);
         }
-#pragma unroll 8
-        for (int j = 0; j < k; ++j) {
-            const int slot = __ldcg(slots + j);
-            if (slot >= 0) marks[slot] = (slot == smallest ? MARK_FIRST : 0) | (slot == largest ? MARK_LAST : 0);
-        }
-        if (largest >= 0) atomicAdd(g.tables.chunk_expected + at.rank * c.job_chunks + at.t / c.job_chunk, 1);
         if (at.rank != c.rank) continue;
         long long who = 0;
+        const int2 *pairs = c.routing(c.rank, parity, c.rank) + int64_t(at.t) * k;
 #pragma unroll 8
         for (int j = 0; j < k; ++j) {
-            const int id = __ldcg(&c.routing(c.rank, parity, c.rank)[at.t * k + j].x);
+            const int id = __ldcg(&pairs[j].x);
             if (id >= 0) who |= g.tensor_parallel ? (1ll << c.world) - 1 : 1ll << owner_of(g, id);
         }
         g.tables.contributors[at.t] = who;
     }
 }
 
-// task_order of one GEMM: supertiles of 8 row blocks, column by column, every second column upwards. A warp per row block.
-__device__ __forceinline__ void write_tasks(const open_globals &g, const build_place &me, const open_shared &s, int col_blocks, int4 *tasks) {
+// task_order of one GEMM: `passes` over the columns, in each of them supertiles of 8 row blocks, column by column, every second
+// column upwards. A warp per row block.
+__device__ __forceinline__ void write_tasks(const open_globals &g, const build_place &me, const open_shared &s, int col_blocks, int passes,
+                                            int4 *tasks) {
     constexpr int SUPERTILE = 8;
     const int num_blocks = s.offset[g.segments * g.num_local] / g.row_block;
     for (int block = me.global_warp; block < num_blocks; block += BUILD_WARPS) {
-        const int group = __ldcg(g.tables.block_group + block);
+        const int group = __ldcg(g.tables.block_group + block), segment = group / g.num_local;
         const int start = s.offset[group] / g.row_block, end = s.offset[group + 1] / g.row_block;
+        const int seg_start = s.offset[segment * g.num_local] / g.row_block, seg_end = s.offset[(segment + 1) * g.num_local] / g.row_block;
         const int tile = start + (block - start) / SUPERTILE * SUPERTILE, height = min(SUPERTILE, end - tile), down = block - tile;
-        for (int col = me.lane; col < col_blocks; col += 32)
-            tasks[tile * col_blocks + col * height + (col % 2 ? height - 1 - down : down)] =
-                make_int4(group / g.num_local, group % g.num_local, block, col);
+        const column_groups columns{passes, col_blocks};
+        for (int col = me.lane; col < col_blocks; col += 32) {
+            const int pass = columns.of(col), first = columns.first(pass), in_pass = col - first;
+            const int before = seg_start * col_blocks + (seg_end - seg_start) * first + (tile - seg_start) * int(columns.size(pass));
+            tasks[before + in_pass * height + (in_pass % 2 ? height - 1 - down : down)] = make_int4(segment, group % g.num_local, block, col);
+        }
     }
 }
 
 // Compacts the marked slots into delivery_order (first slots) and job_order (last slots). Four slots per lane and step.
-__device__ __forceinline__ void write_orders(const open_globals &g, const build_place &me, open_shared &s, int groups, const uint8_t *marks) {
+__device__ __forceinline__ void write_orders(const open_globals &g, const build_place &me, open_shared &s, int groups) {
     int *block_counts = g.scratch;  // [OPEN_CLUSTER, 2]
     const int num_slots = s.offset[groups], steps = (num_slots + 127) / 128, each = (steps + BUILD_WARPS - 1) / BUILD_WARPS;
     const int first = min(steps, me.global_warp * each), last = min(steps, first + each);
     const auto load = [&](int step) {
         const int slot = step * 128 + me.lane * 4;
-        return slot < num_slots ? __ldcg(reinterpret_cast<const uint32_t *>(marks + slot)) : 0u;
+        return slot < num_slots ? __ldcg(reinterpret_cast<const uint32_t *>(g.marks + slot)) : 0u;
     };
     int sums[2] = {0, 0};
 #pragma unroll 4

@@ -10,6 +10,7 @@ namespace moe_tk::nvlink {
 using protocol::MAX_RANKS;
 
 constexpr int MAX_WORLD = 32;  // a lane per rank
+constexpr int MAX_COL_GROUPS = 4;  // groups of column blocks of GEMM 2 whose sums leave on their own
 constexpr int FLAG_LINE = 32;  // u32 between the flags of two writers
 
 // What a rank says about its call, next to its routing. Two copies, by the parity of the epoch: a rank that is one call
@@ -41,7 +42,7 @@ struct heap_offsets {  // bytes; the same in every rank's segment
     int64_t rows_posted;   // [R, FLAG_LINE] epoch of rank p's exported rows
     int64_t routing;       // [2, R, max_tokens, k] (i32 id, f32 weight)  [., p] written by rank p
     int64_t rows;          // [max_tokens, H] this rank's tokens, read by the others
-    int64_t combined;      // [R, job_chunks] epoch                    [p] written by rank p
+    int64_t combined;      // [R, job_chunks, MAX_COL_GROUPS] epoch    [p] written by rank p
     int64_t planes;        // [R, max_tokens, H] partial rows          [p] written by rank p
 };
 
@@ -64,8 +65,8 @@ struct call_view {
     __device__ int2 *routing(int owner, uint32_t parity, int from) const {
         return region<int2>(owner, at.routing) + (int64_t(parity) * world + from) * max_tokens * top_k;
     }
-    __device__ uint32_t *combined(int owner, int from, int chunk) const {
-        return region<uint32_t>(owner, at.combined) + from * job_chunks + chunk;
+    __device__ uint32_t *combined(int owner, int from, int chunk, int group) const {
+        return region<uint32_t>(owner, at.combined) + (from * job_chunks + chunk) * MAX_COL_GROUPS + group;
     }
     template <class T> __device__ T *row(int owner, int token) const {
         return region<T>(owner, at.rows) + int64_t(token) * hidden;

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../../thunderkittens/kittens.cuh"
+#include "hooks.cuh"
 #include "tables.cuh"
 #include "wait.cuh"
 
@@ -14,29 +15,39 @@ using kittens::bf16;
 struct combine_params {
     const int *counts, *slots, *job_order, *chunk_expected, *token_counts;
     const long long *contributors;
-    uint32_t *l2_done, *job_done, *next_job, *next_token;
+    uint32_t *l2_done;         // nullptr: GEMM 2 is over
+    uint32_t *job_done, *next_item;
     const bf16 *expert_out;    // [slots, H]
     const float *slot_weight;  // [slots], or nullptr: applied before GEMM 2
     bf16 *out;                 // [num_tokens, H]
-    int num_tokens, row_block, col_blocks;
+    int num_tokens, row_block, block_cols;
+    column_groups columns;     // of GEMM 2
 };
+
+struct column_slice { int first, last; };
+
+// How one kind of work is cut: for each column group, `batches` runs of `batch` entries in `slices` slices of columns each.
+// Few entries are cut finer, so that all warps have something; many are taken several at a time, which shares their waits and fences.
+struct work_cut {
+    int batch, batches, slices;
+    __device__ __forceinline__ int items() const { return batches * slices; }  // of one column group
+};
+constexpr int SLICE_STEP = 512, ENOUGH_ITEMS = 4096;
+__device__ __forceinline__ work_cut cut_work(int entries, int groups, int group_width, int most_in_batch) {
+    const int most_slices = (group_width + SLICE_STEP - 1) / SLICE_STEP, all = max(1, entries * groups);
+    const int slices = max(1, min(most_slices, ENOUGH_ITEMS / all)), batch = max(1, min(most_in_batch, all * slices / ENOUGH_ITEMS));
+    return {batch, (entries + batch - 1) / batch, slices};
+}
+__device__ __forceinline__ column_slice slice_of(const combine_params &p, int hidden, int group, int index, int slices) {
+    const int first = p.columns.first(group) * p.block_cols, last = min(hidden, p.columns.first(group + 1) * p.block_cols);
+    const int steps = (last - first + SLICE_STEP - 1) / SLICE_STEP;
+    return {first + index * steps / slices * SLICE_STEP, min(last, first + (index + 1) * steps / slices * SLICE_STEP)};
+}
 
 __device__ __forceinline__ int take_item(uint32_t *dispenser) {
     int item = 0;
     if (kittens::laneid() == 0) item = int(fetch_add_relaxed_gpu(dispenser, 1u));
     return __shfl_sync(0xffffffff, item, 0);
-}
-
-// How many slices of columns make `items` jobs enough for all warps; a slice has at least SLICE_STEP columns.
-constexpr int SLICE_STEP = 512, ENOUGH_ITEMS = 4096;
-__device__ __forceinline__ int slices_of(int items, int width) {
-    const int most = (width + SLICE_STEP - 1) / SLICE_STEP;
-    return max(1, min(most, ENOUGH_ITEMS / max(items, 1)));
-}
-struct column_slice { int first, last; };
-__device__ __forceinline__ column_slice slice_of(int index, int slices, int width) {
-    const int steps = (width + SLICE_STEP - 1) / SLICE_STEP, first = index * steps / slices, last = (index + 1) * steps / slices;
-    return {first * SLICE_STEP, min(width, last * SLICE_STEP)};
 }
 
 __device__ __forceinline__ void add_scaled(float (&sum)[8], const uint4 &v, float weight) {
@@ -57,65 +68,91 @@ __device__ __forceinline__ uint4 to_bf16(const float (&sum)[8]) {
     return {words[0], words[1], words[2], words[3]};
 }
 
-// to[columns] = the sum of the lanes' rows (nullptr: none), times their weights, in the order of the lanes.
-__device__ __forceinline__ void sum_rows(const bf16 *my_row, float my_weight, column_slice columns, bf16 *to) {
+// A lane's part of a sum: a row and its weight; the last lane of a sum has its destination. All nullptr: not part of any.
+struct summand {
+    const bf16 *row;
+    float weight;
+    bf16 *to;
+};
+
+// Every sum of the lanes' rows times their weights, in the order of the lanes, for one slice of columns. A sum without rows is
+// zero.
+__device__ __forceinline__ void sum_rows(const summand &mine, column_slice columns) {
     constexpr int BATCH = 4, VECTORS = 2;  // rows and column steps whose loads are in flight together
-    const int lane = kittens::laneid();
-    const uint32_t present = __ballot_sync(0xffffffff, my_row != nullptr);
-    for (int first = columns.first + lane * 8; first < columns.last + lane * 8; first += 256 * VECTORS) {
+    using address = unsigned long long;
+    const uint32_t present = __ballot_sync(0xffffffff, mine.row != nullptr || mine.to != nullptr);
+    for (int first = columns.first + kittens::laneid() * 8; first < columns.last + kittens::laneid() * 8; first += 256 * VECTORS) {
         float sum[VECTORS][8] = {};
         for (uint32_t left = present; left != 0;) {
             uint4 v[BATCH][VECTORS];
-            float weight[BATCH];
+            uint32_t rest = left;
 #pragma unroll
             for (int b = 0; b < BATCH; ++b) {
-                weight[b] = 0;
 #pragma unroll
                 for (int u = 0; u < VECTORS; ++u) v[b][u] = {0, 0, 0, 0};
-                if (left == 0) continue;
-                const int from = __ffs(left) - 1;
-                left &= left - 1;
-                const bf16 *row = reinterpret_cast<const bf16 *>(__shfl_sync(0xffffffff, reinterpret_cast<unsigned long long>(my_row), from));
-                weight[b] = __shfl_sync(0xffffffff, my_weight, from);
+                if (rest == 0) continue;
+                const bf16 *row = reinterpret_cast<const bf16 *>(__shfl_sync(0xffffffff, reinterpret_cast<address>(mine.row), __ffs(rest) - 1));
+                rest &= rest - 1;
+                if (row == nullptr) continue;
 #pragma unroll
                 for (int u = 0; u < VECTORS; ++u)
                     if (first + 256 * u < columns.last) v[b][u] = __ldcg(reinterpret_cast<const uint4 *>(row + first + 256 * u));
             }
 #pragma unroll
-            for (int b = 0; b < BATCH; ++b)
+            for (int b = 0; b < BATCH; ++b) {
+                if (left == 0) break;
+                const int from = __ffs(left) - 1;
+                left &= left - 1;
+                const float weight = __shfl_sync(0xffffffff, mine.weight, from);
+                bf16 *to = reinterpret_cast<bf16 *>(__shfl_sync(0xffffffff, reinterpret_cast<address>(mine.to), from));
 #pragma unroll
-                for (int u = 0; u < VECTORS; ++u) add_scaled(sum[u], v[b][u], weight[b]);
+                for (int u = 0; u < VECTORS; ++u) add_scaled(sum[u], v[b][u], weight);
+                if (to == nullptr) continue;
+#pragma unroll
+                for (int u = 0; u < VECTORS; ++u) {
+                    if (first + 256 * u < columns.last) *reinterpret_cast<uint4 *>(to + first + 256 * u) = to_bf16(sum[u]);
+#pragma unroll
+                    for (int i = 0; i < 8; ++i) sum[u][i] = 0;
+                }
+            }
         }
-#pragma unroll
-        for (int u = 0; u < VECTORS; ++u)
-            if (first + 256 * u < columns.last) *reinterpret_cast<uint4 *>(to + first + 256 * u) = to_bf16(sum[u]);
     }
 }
 
-// One slice of one job; false on abort.
-__device__ __forceinline__ bool combine_job(const call_view &c, const combine_params &p, int row, int slice, int slices, uint32_t epoch) {
-    const int lane = kittens::laneid(), source = row / c.max_tokens, token = row % c.max_tokens, chunk = token / c.job_chunk;
-    const int slot = lane < c.top_k ? __ldg(p.slots + int64_t(row) * c.top_k + lane) : -1;
+// A batch of jobs, one lane for each (job, choice): waits for the column group of all their row blocks. False on abort.
+__device__ __forceinline__ bool combine_jobs(const call_view &c, const combine_params &p, const work_cut &cut, int num_jobs, int group,
+                                             int item, uint32_t epoch) {
+    const int lane = kittens::laneid(), k = c.top_k, batch = item / cut.slices, first = batch * cut.batch;
+    const int jobs = min(cut.batch, num_jobs - first), job = lane / k, choice = lane % k;
+    int row = 0, slot = -1;
+    if (job < jobs) {
+        row = __ldg(p.job_order + first + job);
+        slot = __ldg(p.slots + int64_t(row) * k + choice);
+    }
     bool ok = true;
-    float weight = 1.0f;
+    summand mine{nullptr, 1.0f, nullptr};
+    const int source = row / c.max_tokens, token = row % c.max_tokens, chunk = token / c.job_chunk;
     if (slot >= 0) {
         const int block = slot / p.row_block;
-        if (p.slot_weight) weight = __ldg(p.slot_weight + slot);
-        ok = spin_until(p.l2_done + block, uint32_t(p.col_blocks), c, {phase_id::combine, role_id::combine, block, c.rank});
+        if (p.slot_weight) mine.weight = __ldg(p.slot_weight + slot);
+        mine.row = p.expert_out + int64_t(slot) * c.hidden;
+        if (p.l2_done != nullptr)
+            ok = spin_until(p.l2_done + block * MAX_COL_GROUPS + group, p.columns.size(group), c,
+                            {phase_id::combine, role_id::combine, block, c.rank});
     }
     if (!__all_sync(0xffffffff, ok)) return false;
-    const bf16 *from = slot >= 0 ? p.expert_out + int64_t(slot) * c.hidden : nullptr;
-    sum_rows(from, weight, slice_of(slice, slices, c.hidden), c.plane<bf16>(source, c.rank, token));
+    if (job < jobs && choice == k - 1) mine.to = c.plane<bf16>(source, c.rank, token);
+    sum_rows(mine, slice_of(p, c.hidden, group, item % cut.slices, cut.slices));
     // ORDER chunk_combined: the lanes' stores, fence.sys, the election's acq_rel, then the last one's st.release.sys;
-    // reduce_token acquires.
+    // reduce_tokens acquires.
     fence_sys();
     __syncwarp();
-    if (lane == 0) {
+    if (mine.to != nullptr) {
         const int counter = source * c.job_chunks + chunk;
-        const uint32_t done = fetch_add_acq_rel_gpu(p.job_done + counter, 1u) + 1;
-        if (done == uint32_t(__ldg(p.chunk_expected + counter) * slices)) {
+        const uint32_t done = fetch_add_acq_rel_gpu(p.job_done + counter * MAX_COL_GROUPS + group, 1u) + 1;
+        if (done == uint32_t(__ldg(p.chunk_expected + counter) * cut.slices)) {
             fence_sys();
-            store_release_sys(c.combined(source, c.rank, chunk), epoch);
+            store_release_sys(c.combined(source, c.rank, chunk, group), epoch);
         }
     }
     return true;
@@ -126,38 +163,52 @@ __device__ __forceinline__ void fill_nan(bf16 *to, column_slice columns) {
         *reinterpret_cast<uint4 *>(to + col) = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};
 }
 
-// One slice of one own token: waits for the ranks that owe it a partial row. NaN on abort: nobody may take it for a result.
-__device__ __forceinline__ void reduce_token(const call_view &c, const combine_params &p, int token, column_slice columns, uint32_t epoch) {
-    const int lane = kittens::laneid(), chunk = token / c.job_chunk;
-    const bool owes = lane < c.world && (uint64_t(__ldg(p.contributors + token)) >> lane & 1);
-    bool ok = true;
-    if (owes) ok = spin_until(c.combined(c.rank, lane, chunk), epoch, c, {phase_id::reduce, role_id::reduce, chunk, lane});
-    bf16 *to = p.out + int64_t(token) * c.hidden;
+// A batch of own tokens, one lane for each (token, rank): waits for the ranks that owe them a partial row. NaN on abort, and
+// where the call was not computed: nobody may take it for a result.
+__device__ __forceinline__ void reduce_tokens(const call_view &c, const combine_params &p, const work_cut &cut, int group, int item,
+                                              bool computed, uint32_t epoch) {
+    const int lane = kittens::laneid(), batch = item / cut.slices, first = batch * cut.batch;
+    const int tokens = min(cut.batch, p.num_tokens - first), token = first + lane / c.world, from = lane % c.world;
+    const column_slice columns = slice_of(p, c.hidden, group, item % cut.slices, cut.slices);
+    const bool real = lane / c.world < tokens;
+    bool ok = computed;
+    summand mine{nullptr, 1.0f, nullptr};
+    if (real && computed && (uint64_t(__ldg(p.contributors + token)) >> from & 1)) {
+        const int chunk = token / c.job_chunk;
+        ok = spin_until(c.combined(c.rank, from, chunk, group), epoch, c, {phase_id::reduce, role_id::reduce, chunk, from});
+        mine.row = c.plane<bf16>(c.rank, from, token);
+    }
     // A rank that gave up raised this flag before any later release of its own, so a wait that succeeded since sees it.
     ok = ok && load_relaxed_sys(&c.control(c.rank)->abort_flag) == 0;
-    if (!__all_sync(0xffffffff, ok)) return fill_nan(to, columns);
-    sum_rows(owes ? c.plane<bf16>(c.rank, lane, token) : nullptr, 1.0f, columns, to);
+    if (!__all_sync(0xffffffff, ok)) {
+        for (int t = 0; t < tokens; ++t) fill_nan(p.out + int64_t(first + t) * c.hidden, columns);
+        return;
+    }
+    if (real && from == c.world - 1) mine.to = p.out + int64_t(token) * c.hidden;
+    sum_rows(mine, columns);
 }
 
-// Jobs in the order in which they become ready, then this rank's own tokens. Dispensed, so that any number of warps helps.
+// All work in one list, dispensed so that any number of warps helps: the jobs of column group 0; then for each further group
+// its jobs and the own tokens of the group before it; the tokens of the last group. Jobs wait for this GPU's tiles only and
+// stand before the tokens of their group on every rank, so no two ranks can wait for each other.
 __device__ __forceinline__ void combine_and_reduce(const call_view &c, const combine_params &p) {
     const uint32_t epoch = *c.epoch_ptr;
-    const int num_jobs = __ldg(p.counts + COUNT_JOBS), job_slices = slices_of(num_jobs, c.hidden);
+    const int groups = p.columns.groups, num_jobs = __ldg(p.counts + COUNT_JOBS), width = (c.hidden + groups - 1) / groups;
+    const work_cut jobs = cut_work(num_jobs, groups, width, min(4, 32 / c.top_k));
+    const work_cut tokens = cut_work(p.num_tokens, groups, width, min(8, 32 / c.world));
     // A gather that gave up has left rows unwritten: nothing made of them may reach another rank.
-    const bool given_up = load_relaxed_sys(&c.control(c.rank)->abort_flag) != 0;
-    for (int item = take_item(p.next_job); !given_up && item < num_jobs * job_slices;) {
-        const int row = __ldg(p.job_order + item / job_slices), slice = item % job_slices;
-        item = take_item(p.next_job);
-        if (!combine_job(c, p, row, slice, job_slices, epoch)) break;
-    }
+    bool given_up = load_relaxed_sys(&c.control(c.rank)->abort_flag) != 0;
     const bool computed = !given_up && __ldg(p.token_counts + c.rank) == p.num_tokens;  // else some rank refused the call
-    const int slices = slices_of(p.num_tokens, c.hidden);
-    for (int item = take_item(p.next_token); item < p.num_tokens * slices;) {
-        const int token = item / slices;
-        const column_slice columns = slice_of(item % slices, slices, c.hidden);
-        item = take_item(p.next_token);
-        if (computed) reduce_token(c, p, token, columns, epoch);
-        else fill_nan(p.out + int64_t(token) * c.hidden, columns);
+    const int both = jobs.items() + tokens.items();
+    for (int item = take_item(p.next_item); item < groups * both;) {
+        const int behind_first = item - jobs.items();
+        const int group = behind_first < 0 ? 0 : behind_first / both + 1, index = behind_first < 0 ? item : behind_first % both;
+        item = take_item(p.next_item);
+        if (group < groups && index < jobs.items()) {
+            if (!given_up) given_up = !combine_jobs(c, p, jobs, num_jobs, group, index, epoch);
+        } else {
+            reduce_tokens(c, p, tokens, group - 1, group < groups ? index - jobs.items() : index, computed, epoch);
+        }
     }
 }
 

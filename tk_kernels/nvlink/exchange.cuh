@@ -31,11 +31,19 @@ __device__ __forceinline__ void send_routing(const open_globals &g, const build_
     if (me.global_thread < c.world) store_release_sys(c.posted(me.global_thread, c.rank), epoch);
 }
 
+static_assert(MAX_COL_GROUPS == 4, "zero_counters clears the counters of a row block and of a chunk as one vector");
 __device__ __forceinline__ void zero_counters(const open_globals &g, const build_place &me) {
-    for (int i = me.global_thread; i < g.max_blocks; i += BUILD_THREADS) g.counters.arrived[i] = 0, g.counters.l2_done[i] = 0;
-    for (int i = me.global_thread; i < g.call.world * g.call.job_chunks; i += BUILD_THREADS)
-        g.counters.job_done[i] = 0, g.tables.chunk_expected[i] = 0;
-    if (me.global_thread == 0) *g.counters.next_row = 0, *g.counters.next_job = 0, *g.counters.next_token = 0;
+    const uint4 none{};
+    for (int i = me.global_thread; i < g.max_blocks; i += BUILD_THREADS) {
+        g.counters.arrived[i] = 0, g.counters.l1_done[i] = 0;
+        reinterpret_cast<uint4 *>(g.counters.l2_done)[i] = none;
+    }
+    for (int i = me.global_thread; i < g.call.world * g.call.job_chunks; i += BUILD_THREADS) {
+        g.tables.chunk_expected[i] = 0;
+        reinterpret_cast<uint4 *>(g.counters.job_done)[i] = none;
+    }
+    for (int i = me.global_thread; i < g.max_slots / 16; i += BUILD_THREADS) reinterpret_cast<uint4 *>(g.marks)[i] = none;
+    if (me.global_thread == 0) *g.counters.next_row = 0, *g.counters.next_item = 0;
 }
 
 // What the headers of all ranks amount to, one rank per lane: the first reason in rank order, the same on all ranks.

@@ -26,11 +26,24 @@ template <class Cfg> constexpr int gather_shared_bytes() {
     return int(sizeof(gather_shared<Cfg>));
 }
 
+// While the tables are built, the memory has nothing to do: the first part of the weights that this block will probably want
+// goes into L2. Right where each expert has one row block, as with few tokens; elsewhere harmless.
+template <class Cfg, class G> __device__ __forceinline__ void prefetch_weights(const G &g, int num_k_blocks) {
+    constexpr int AHEAD_BYTES = 192 * 1024, K_BLOCKS = AHEAD_BYTES / (Cfg::BLOCK_N * Cfg::BLOCK_K * int(sizeof(typename Cfg::T)));
+    if constexpr (Cfg::BLOCK_M > 64) return;
+    const int col_blocks = kittens::ceil_div(int(g.weights.rows), Cfg::BLOCK_N);
+    const int expert = blockIdx.x / col_blocks, col = blockIdx.x % col_blocks * Cfg::BLOCK_N;
+    if (expert >= int(g.weights.depth)) return;
+    for (int k = 0; k < min(K_BLOCKS, num_k_blocks); ++k)
+        for (int i = 0; i < 2; ++i)
+            kittens::tma::prefetch_async<typename G::b_slab>(g.weights, kittens::coord<>{0, expert, col + i * Cfg::B_SLAB, k * Cfg::BLOCK_K});
+}
+
 // gather-GEMM. Roles: consumer warpgroups; then one loader warp (gates), one storer warp per consumer warpgroup, and the
 // mover warp.
 template <class Cfg, class Epilogue>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
-    const __grid_constant__ gemm_globals<Cfg, arrival_gate, Epilogue, no_push> g, const __grid_constant__ pull_params p) {
+    const __grid_constant__ gemm_globals<Cfg, arrival_gate, Epilogue, count_push> g, const __grid_constant__ pull_params p) {
     static_assert(Cfg::CONSUMER_WGS <= 2, "loader, storers and mover fill one warpgroup");
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
     auto &s = *reinterpret_cast<gather_shared<Cfg> *>(dynamic_shared);
@@ -40,15 +53,18 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
         init_pull(s.pull);
         init_semaphores<Cfg>(s.gemm);
     }
+    if (warp == Cfg::CONSUMER_WARPS && kittens::elect_one()) prefetch_weights<Cfg>(g, num_k_blocks);
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
     else __syncthreads();
+    kittens::wait_prerequisite_grids();    // the tables
+    kittens::launch_dependent_grids();     // gemm_scatter takes over each multiprocessor as it becomes free
     if (warp >= Cfg::CONSUMER_WARPS) {
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;
         if (role == 0) {
             if (kittens::elect_one()) load_tasks<Cfg, arrival_gate>(g, s.gemm, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
-            store_tasks<Cfg, Epilogue, no_push>(g, s.gemm, rank, role - 1);
+            store_tasks<Cfg, Epilogue, count_push>(g, s.gemm, rank, role - 1);
         } else if (role == 3) {
             row_puller(g.gate.call, p, s.pull).run();
         }
@@ -62,10 +78,12 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
     }
 }
 
-// GEMM-scatter. The spare warp combines from the start; the others join it when their tiles are done.
+// GEMM-scatter. The spare warp combines from the start; the others join it when their tiles are done. Blocks start while
+// gather_gemm ends: its tables are there (gather_gemm has waited for them before it let this grid start), rows are gated. Only
+// what combines waits for gather_gemm's end, so that no later grid starts before that and its abort flag is final.
 template <class Cfg>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
-    const __grid_constant__ gemm_globals<Cfg, no_gate, plain_epilogue, count_push> g,
+    const __grid_constant__ gemm_globals<Cfg, activated_gate, plain_epilogue, group_push> g,
     const __grid_constant__ call_view c, const __grid_constant__ combine_params p) {
     static_assert(Cfg::CONSUMER_WGS <= 2, "loader, storers and combiner fill one warpgroup");
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
@@ -79,16 +97,18 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;
         if (role == 0) {
-            if (kittens::elect_one()) load_tasks<Cfg, no_gate>(g, s, rank, num_k_blocks);
+            if (kittens::elect_one()) load_tasks<Cfg, activated_gate>(g, s, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
-            store_tasks<Cfg, plain_epilogue, count_push>(g, s, rank, role - 1);
+            store_tasks<Cfg, plain_epilogue, group_push>(g, s, rank, role - 1);
         }
         __syncwarp();
+        kittens::wait_prerequisite_grids();
         combine_and_reduce(c, p);
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
         consume_tasks<Cfg, plain_epilogue>(g, s, rank, num_k_blocks, kittens::warpgroup::groupid());
         __syncwarp();
+        kittens::wait_prerequisite_grids();
         combine_and_reduce(c, p);
     }
     if constexpr (Cfg::CLUSTER > 1) {

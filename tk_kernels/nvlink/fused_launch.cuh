@@ -30,13 +30,15 @@ gemm_globals<Cfg, Gate, Epilogue, Push> make_globals(const workspace_view &w, co
 }
 
 template <class Kernel, class... Args>
-void launch(Kernel kernel, int num_sms, int threads, int cluster, int smem, cudaStream_t stream, const Args &...args) {
-    cudaLaunchAttribute attr{};
-    attr.id = cudaLaunchAttributeClusterDimension;
-    attr.val.clusterDim.x = cluster, attr.val.clusterDim.y = 1, attr.val.clusterDim.z = 1;
+void launch(Kernel kernel, int num_sms, int threads, int cluster, int smem, bool behind, cudaStream_t stream, const Args &...args) {
+    cudaLaunchAttribute attrs[2]{};
+    attrs[0].id = cudaLaunchAttributeClusterDimension;
+    attrs[0].val.clusterDim.x = cluster, attrs[0].val.clusterDim.y = 1, attrs[0].val.clusterDim.z = 1;
+    attrs[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attrs[1].val.programmaticStreamSerializationAllowed = 1;
     cudaLaunchConfig_t config{};
     config.gridDim = dim3(num_sms / cluster * cluster), config.blockDim = dim3(threads);
-    config.dynamicSmemBytes = smem, config.stream = stream, config.attrs = &attr, config.numAttrs = 1;
+    config.dynamicSmemBytes = smem, config.stream = stream, config.attrs = attrs, config.numAttrs = behind ? 2 : 1;
     check_cuda(cudaLaunchKernelEx(&config, kernel, args...), "fused GEMM launch");
 }
 
@@ -47,29 +49,32 @@ template <class Gather, class Scatter> void prepare() {
                                     shared_bytes<Scatter, bf16>()), "gemm_scatter");
 }
 
-template <class Cfg> void launch_gather(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
-    const auto globals = make_globals<Cfg, arrival_gate, swiglu_epilogue, no_push>(
+template <class Cfg> void launch_gather(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
+    const auto globals = make_globals<Cfg, arrival_gate, swiglu_epilogue, count_push>(
         w, w.rows, w.call.hidden, call.w13, 2 * w.intermediate, w.activated, {w.call, w.counters.arrived},
-        {call.alpha, call.beta, call.limit, call.weights_before_l2 ? w.tables.slot_weight : nullptr}, {}, w.tables.tasks1,
-        COUNT_TASKS1);
+        {call.alpha, call.beta, call.limit, call.weights_before_l2 ? w.tables.slot_weight : nullptr}, {w.counters.l1_done},
+        w.tables.tasks1, COUNT_TASKS1);
     const pull_params pull = pull_params_of(w, call, Cfg::BLOCK_M);
-    launch(gather_gemm<Cfg, swiglu_epilogue>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(), stream,
+    launch(gather_gemm<Cfg, swiglu_epilogue>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(), behind, stream,
            globals, pull);
 }
 
-template <class Cfg> void launch_scatter(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
-    const auto globals = make_globals<Cfg, no_gate, plain_epilogue, count_push>(
-        w, w.activated, w.intermediate, call.w2, w.call.hidden, w.rows, {}, {}, {w.counters.l2_done}, w.tables.tasks2,
-        COUNT_TASKS2);
-    const combine_params combine = combine_params_of(w, call, Cfg::BLOCK_M, kittens::ceil_div(w.call.hidden, Cfg::BLOCK_N));
-    launch(gemm_scatter<Cfg>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, shared_bytes<Cfg, bf16>(), stream, globals, w.call,
+template <class Cfg, int GATHER_COLS> void launch_scatter(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
+    static_assert(Cfg::BLOCK_N == GROUP_COLS, "tiles of GEMM 2 belong to one column group each");
+    const column_groups columns = groups_of(w.call.hidden);
+    const auto globals = make_globals<Cfg, activated_gate, plain_epilogue, group_push>(
+        w, w.activated, w.intermediate, call.w2, w.call.hidden, w.rows,
+        {{w.call, w.counters.l1_done}, uint32_t(kittens::ceil_div(2 * w.intermediate, GATHER_COLS))}, {},
+        {w.counters.l2_done, columns}, w.tables.tasks2, COUNT_TASKS2);
+    const combine_params combine = combine_params_of(w, call, Cfg::BLOCK_M, true);
+    launch(gemm_scatter<Cfg>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, shared_bytes<Cfg, bf16>(), behind, stream, globals, w.call,
            combine);
 }
 
 template <class Gather, class Scatter> constexpr fused_variant make_fused(const char *name) {
     static_assert(Gather::BLOCK_M == Scatter::BLOCK_M, "both GEMMs of a call share the slots and their row blocks");
     return {name, Gather::BLOCK_M, Gather::BLOCK_N, Scatter::BLOCK_N, gather_shared_bytes<Gather>(), shared_bytes<Scatter, bf16>(),
-            prepare<Gather, Scatter>, launch_gather<Gather>, launch_scatter<Scatter>};
+            prepare<Gather, Scatter>, launch_gather<Gather>, launch_scatter<Scatter, Gather::BLOCK_N>};
 }
 
 }  // namespace moe_tk::nvlink

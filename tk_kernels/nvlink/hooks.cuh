@@ -2,28 +2,76 @@
 #pragma once
 
 #include "../engine/tile_task.cuh"
+#include "tables.cuh"
 #include "wait.cuh"
 
 namespace moe_tk::nvlink {
 
-// ORDER rows_ready: acquires what the movers release, for all rows of the row block.
-struct arrival_gate {
-    static constexpr bool NOOP = false;
-    struct params {
-        call_view call;
-        const uint32_t *arrived;  // [row blocks]
-    };
-    __device__ static void wait(const params &p, const tile_task &t) {
-        spin_until(p.arrived + t.row_block, uint32_t(t.rows), p.call, {phase_id::gemm1, role_id::compute, t.row_block, p.call.rank});
-        kittens::fence_proxy_async();  // visible to this thread -> to its TMA loads
+// Waits of the loader thread before it loads a row block; both words are written by this GPU.
+struct counter_wait {
+    call_view call;
+    const uint32_t *counter;  // [row blocks]
+    // What is acquired becomes visible to this thread, then to its TMA loads.
+    __device__ __forceinline__ bool ready(int row_block, uint32_t want) const {
+        if (!protocol::reached(kittens::load_acquire_gpu(counter + row_block), want)) return false;
+        kittens::fence_proxy_async();
+        return true;
+    }
+    __device__ __forceinline__ void wait(int row_block, uint32_t want, phase_id phase) const {
+        spin_until(counter + row_block, want, call, {phase, role_id::compute, row_block, call.rank});
+        kittens::fence_proxy_async();
     }
 };
 
-// ORDER tiles_ready: the storers have waited for their bytes and met; releases them to combine_job.
+// ORDER rows_ready: acquires what the movers release, for all rows of the row block.
+struct arrival_gate {
+    static constexpr bool NOOP = false;
+    using params = counter_wait;
+    __device__ static bool ready(const params &p, const tile_task &t) { return p.ready(t.row_block, uint32_t(t.rows)); }
+    __device__ static void wait(const params &p, const tile_task &t) { p.wait(t.row_block, uint32_t(t.rows), phase_id::gemm1); }
+};
+
+// ORDER tiles_activated: acquires what count_push of GEMM 1 releases, for all column blocks of the row block. GEMM 2 may run
+// beside the end of GEMM 1, and writes where the rows of finished row blocks lay.
+struct activated_gate {
+    static constexpr bool NOOP = false;
+    struct params {
+        counter_wait done;
+        uint32_t col_blocks;  // of GEMM 1
+    };
+    __device__ static bool ready(const params &p, const tile_task &t) { return p.done.ready(t.row_block, p.col_blocks); }
+    __device__ static void wait(const params &p, const tile_task &t) { p.done.wait(t.row_block, p.col_blocks, phase_id::gemm2); }
+};
+
+// ORDER tiles_activated: GEMM 1's storers have waited for their bytes and met; releases them to activated_gate.
 struct count_push {
     static constexpr bool NOOP = false;
     struct params { uint32_t *done; };  // [row blocks] finished column blocks
-    __device__ static void publish(const params &p, const tile_task &t) { add_release_gpu(p.done + t.row_block, 1u); }
+    __device__ static void publish(const params &p, const tile_task &t) {
+        kittens::fence_proxy_async();  // bytes that TMA stored -> what this thread releases
+        add_release_gpu(p.done + t.row_block, 1u);
+    }
+};
+
+// Groups of column blocks of GEMM 2: a token's sum over one group leaves when that group is done.
+struct column_groups {
+    int groups, col_blocks;
+    __device__ __forceinline__ int of(int col_block) const { return ((col_block + 1) * groups - 1) / col_blocks; }
+    __device__ __forceinline__ int first(int group) const { return group * col_blocks / groups; }
+    __device__ __forceinline__ uint32_t size(int group) const { return uint32_t(first(group + 1) - first(group)); }
+};
+
+// ORDER tiles_ready: the same for GEMM 2, by column group; combine_jobs acquires.
+struct group_push {
+    static constexpr bool NOOP = false;
+    struct params {
+        uint32_t *done;  // [row blocks, MAX_COL_GROUPS] finished column blocks
+        column_groups columns;
+    };
+    __device__ static void publish(const params &p, const tile_task &t) {
+        kittens::fence_proxy_async();
+        add_release_gpu(p.done + t.row_block * MAX_COL_GROUPS + p.columns.of(t.col_block), 1u);
+    }
 };
 
 }  // namespace moe_tk::nvlink

@@ -39,7 +39,7 @@ struct layer_call {
     const void *w2;   // [E_local, H, I]
     uint64_t signature;
     int num_tokens, refused, ids_are_64, weights_are_bf16;
-    int variant, segments, weights_before_l2;
+    int variant, segments, passes, weights_before_l2;  // passes: over the columns of GEMM 2, 1 .. MAX_COL_GROUPS
     float alpha, beta, limit;
     plain_gemm gemm1, gemm2;  // both or none; then `variant` does not matter
 };
@@ -51,8 +51,9 @@ struct fused_variant {
     const char *name;
     int row_block, gather_cols, scatter_cols, gather_shared, scatter_shared;
     void (*prepare)();  // loads the kernels: nothing may be loaded while a rank waits
-    void (*gather)(const workspace_view &, const layer_call &, cudaStream_t);
-    void (*scatter)(const workspace_view &, const layer_call &, cudaStream_t);
+    // `behind`: the launch before it on the stream is the stage before it, and this one may start while that one ends.
+    void (*gather)(const workspace_view &, const layer_call &, bool behind, cudaStream_t);
+    void (*scatter)(const workspace_view &, const layer_call &, bool behind, cudaStream_t);
 };
 extern const fused_variant fused_variants[];
 extern const int num_fused_variants;
@@ -66,7 +67,7 @@ void launch_open_call(const workspace_view &, const layer_call &, cudaStream_t);
 
 // The serial pattern, each with open_call's tables of a call with the same tiles.
 void prepare_serial();
-void launch_pull(const workspace_view &, const layer_call &, cudaStream_t);
+void launch_pull(const workspace_view &, const layer_call &, bool behind, cudaStream_t);
 void launch_gemm1(const workspace_view &, const layer_call &, cudaStream_t);
 void launch_gemm2(const workspace_view &, const layer_call &, cudaStream_t);
 void launch_combine(const workspace_view &, const layer_call &, cudaStream_t);

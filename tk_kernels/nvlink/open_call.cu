@@ -26,17 +26,18 @@ void launch_open_call(const workspace_view &w, const layer_call &call, cudaStrea
         .num_tokens = call.num_tokens, .refused = call.refused, .ids_are_64 = call.ids_are_64,
         .weights_are_bf16 = call.weights_are_bf16, .num_experts = w.num_experts, .first_expert = w.first_expert,
         .num_local = w.num_local, .tensor_parallel = w.tensor_parallel, .choices = divisor(w.call.top_k),
-        .row_block = v.row_block, .segments = call.segments, .max_blocks = w.max_blocks,
+        .row_block = v.row_block, .segments = call.segments, .max_blocks = w.max_blocks, .max_slots = w.max_slots,
         .col_blocks1 = (2 * w.intermediate + v.gather_cols - 1) / v.gather_cols,
         .col_blocks2 = (w.call.hidden + v.scatter_cols - 1) / v.scatter_cols,
-        .epoch = w.epoch, .blocks_done = w.blocks_done, .copies_done = w.copies_done, .scratch = w.scratch};
+        .passes = call.passes,
+        .epoch = w.epoch, .blocks_done = w.blocks_done, .copies_done = w.copies_done, .scratch = w.scratch, .marks = w.marks};
     // One cluster builds; as many as help copy the rows, which is one for each 256 KiB.
     const int64_t row_bytes = int64_t(call.num_tokens) * w.call.hidden * 2, per_cluster = 256 * 1024;
     const int64_t useful = (row_bytes + per_cluster - 1) / per_cluster, most = w.num_sms / OPEN_CLUSTER - 1;
     const int copiers = int(std::max<int64_t>(1, std::min(most, useful)));
     const int clusters = w.call.world == 1 ? 1 : 1 + copiers;
     const int bytes = open_shared_bytes(call.segments * w.num_local);
-    open_call<<<clusters * OPEN_CLUSTER, OPEN_THREADS, bytes, stream>>>(g, w.marks);
+    open_call<<<clusters * OPEN_CLUSTER, OPEN_THREADS, bytes, stream>>>(g);
     check(cudaGetLastError(), "open_call launch");
 }
 

@@ -5,13 +5,14 @@
 // other); all other clusters copy this rank's tokens into symmetric memory.
 #pragma once
 
+#include "../../thunderkittens/kittens.cuh"
 #include "build_tables.cuh"
 #include "exchange.cuh"
 #include "export_rows.cuh"
 
 namespace moe_tk::nvlink {
 
-__device__ __forceinline__ void exchange_and_build(const open_globals &g, uint8_t *marks, uint32_t epoch, open_shared &s) {
+__device__ __forceinline__ void exchange_and_build(const open_globals &g, uint32_t epoch, open_shared &s) {
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x;
     const build_place me{block, warp, lane, int(threadIdx.x), block * OPEN_WARPS + warp, block * OPEN_THREADS + int(threadIdx.x)};
     const int groups = g.segments * g.num_local;
@@ -21,20 +22,21 @@ __device__ __forceinline__ void exchange_and_build(const open_globals &g, uint8_
     await_headers(g, me, epoch, s);
     count_pairs(g, me, s, groups, parity);
     place_groups(g, me, s, groups);
-    write_groups(g, me, s, groups, marks);
+    write_groups(g, me, s, groups);
     place_pairs(g, me, s, groups, parity);
-    mark_tokens(g, me, s, parity, marks);
+    mark_tokens(g, me, s, parity);
     cluster_barrier();
-    write_tasks(g, me, s, g.col_blocks1, g.tables.tasks1);
-    write_tasks(g, me, s, g.col_blocks2, g.tables.tasks2);
-    write_orders(g, me, s, groups, marks);
+    write_tasks(g, me, s, g.col_blocks1, 1, g.tables.tasks1);
+    write_tasks(g, me, s, g.col_blocks2, g.passes, g.tables.tasks2);
+    write_orders(g, me, s, groups);
 }
 
 __global__ __cluster_dims__(OPEN_CLUSTER, 1, 1) __launch_bounds__(OPEN_THREADS, 1) void open_call(
-    const __grid_constant__ open_globals g, uint8_t *marks) {
+    const __grid_constant__ open_globals g) {
     extern __shared__ __align__(16) uint8_t dynamic_shared[];
+    kittens::launch_dependent_grids();  // gather_gemm starts where there is room, and waits for this grid's end
     const uint32_t epoch = *g.call.epoch_ptr + 1;
-    if (blockIdx.x < OPEN_CLUSTER) exchange_and_build(g, marks, epoch, *reinterpret_cast<open_shared *>(dynamic_shared));
+    if (blockIdx.x < OPEN_CLUSTER) exchange_and_build(g, epoch, *reinterpret_cast<open_shared *>(dynamic_shared));
     else export_rows(g, epoch);
     __syncthreads();
     // All blocks have read the old epoch when the last one writes the new one.

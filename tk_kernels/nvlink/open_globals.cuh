@@ -30,11 +30,13 @@ struct open_globals {
     int ids_are_64, weights_are_bf16;
     int num_experts, first_expert, num_local, tensor_parallel;
     divisor choices;            // by k
-    int row_block, segments, max_blocks;
+    int row_block, segments, max_blocks, max_slots;
     int col_blocks1, col_blocks2;  // of the two GEMMs
+    int passes;                 // over the columns of GEMM 2
     uint32_t *epoch;            // written by the last block
     uint32_t *blocks_done, *copies_done;  // self-resetting
     int *scratch;               // [SCRATCH_INTS]
+    uint8_t *marks;             // [max_slots]
 };
 
 struct open_shared {

@@ -2,8 +2,7 @@
 // engine's own, without gate and push, on the tasks that open_call has listed.
 #include <algorithm>
 
-#include "../patterns/grouped_gemm.cuh"
-#include "role_params.cuh"
+#include "fused_launch.cuh"
 #include "serial.cuh"
 
 namespace moe_tk::nvlink {
@@ -38,9 +37,9 @@ tile_shape shape_of(const layer_call &call) {
     return {tile(call.gemm1.tile).block_m, tile(call.gemm1.tile).block_n, tile(call.gemm2.tile).block_n};
 }
 
-void launch_pull(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
-    pull_all<<<w.num_sms, PULL_WARPS * 32, sizeof(pull_all_shared), stream>>>(w.call, pull_params_of(w, call, shape_of(call).row_block));
-    check_cuda(cudaGetLastError(), "pull_all launch");
+void launch_pull(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
+    launch(pull_all, w.num_sms, PULL_WARPS * 32, 1, int(sizeof(pull_all_shared)), behind, stream, w.call,
+           pull_params_of(w, call, shape_of(call).row_block));
 }
 
 void launch_gemm1(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
@@ -60,8 +59,8 @@ void launch_gemm2(const workspace_view &w, const layer_call &call, cudaStream_t 
 }
 
 void launch_combine(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
-    combine_all<<<w.num_sms, COMBINE_THREADS, 0, stream>>>(w.call, combine_params_of(w, call, shape_of(call).row_block, 0));
-    check_cuda(cudaGetLastError(), "combine_all launch");
+    launch(combine_all, w.num_sms, COMBINE_THREADS, 1, 0, false, stream, w.call,
+           combine_params_of(w, call, shape_of(call).row_block, false));
 }
 
 }  // namespace moe_tk::nvlink
