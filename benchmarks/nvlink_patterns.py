@@ -21,6 +21,8 @@ import torch
 import torch.distributed as dist
 
 import moe_tk
+from moe_tk.memory.nvlink_layout import ROW_BLOCKS
+from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.nvlink_session import COMBINE, GEMM1, GEMM2, OPEN, PULL
 from moe_tk.schedule import make_routing
 
@@ -103,6 +105,19 @@ class Line:
         self.layer.synchronize()
         return found
 
+    def run_tiles(self, repeats: int) -> dict[str, list[float]]:
+        """Microseconds of a serial call with each tile of its row block in both GEMMs, weights kept in L2 or not."""
+        calls, tokens = self.layer._calls, self.out.shape[0]
+        tiles, row_block = nvlink_module().plain_tiles(), ROW_BLOCKS[calls.choices(tokens)[0]]
+        chosen, graphs = calls._plain(tokens), {}
+        for index, tile in enumerate(tiles):
+            for policy in (0, 1) if tile["row_block"] == row_block else ():
+                calls._plain_fields[tokens] = {**chosen, "gemm1_tile": index, "gemm2_tile": index, "gemm1_policy": policy,
+                                               "gemm2_policy": policy}
+                graphs[f"{tile['name']}{' evict first' if policy else ''}"] = self.graph("serial", 5)
+        calls._plain_fields[tokens] = chosen
+        return self.time(graphs, 5, repeats)
+
 
 def measure(shape: str, mode: str, args: argparse.Namespace, device: torch.device) -> list[dict]:
     """Lines of one layer."""
@@ -121,6 +136,8 @@ def measure(shape: str, mode: str, args: argparse.Namespace, device: torch.devic
             found = line.run(args.repeats, args.parts)
             lines.append(dict(shape=shape, mode=mode, tokens_per_rank=tokens, routing=routing, auto=layer._calls.pattern_of(tokens),
                               tiles=[tile.name for tile in layer._calls.tiles(tokens)], **found))
+            if tokens in args.tiles:
+                lines[-1]["tiles_us"] = line.run_tiles(args.repeats)
             if layer.group.rank == 0:
                 print(json.dumps(lines[-1]), flush=True)
     return lines
@@ -145,6 +162,7 @@ def main() -> None:
     parser.add_argument("--routings", type=lambda text: text.split(","), default=["uniform"])
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--parts", action="store_true", help="also time the launches of the serial pattern")
+    parser.add_argument("--tiles", type=numbers, default=[], help="also time all tiles with these numbers of tokens")
     parser.add_argument("--seconds", type=float, default=600, help="begin no further layer after this time")
     parser.add_argument("--commit", default="", help="kept in the results")
     parser.add_argument("--json", type=Path)

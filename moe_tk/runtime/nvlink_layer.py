@@ -17,7 +17,6 @@ from moe_tk.runtime.gemm_tiles import TileChoice, choose_tile
 from moe_tk.runtime.launch import Activation
 from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.nvlink_session import NVLINK_SESSIONS, OPEN, STAGES
-from moe_tk.schedule.capacity import ceil_div
 
 INTERLEAVE = 8        # swiglu_epilogue: gate and up rows alternate in groups of 8
 DEFAULT_PASSES = 4    # over the columns of GEMM 2
@@ -87,8 +86,8 @@ class NvlinkLayer:
         variant, segments = self.choices(num_tokens)
         row_block, groups = ROW_BLOCKS[variant], segments * max(1, g.num_local_experts)
         rows = g.world * num_tokens * g.top_k / (g.num_experts * segments)
-        slots = groups * max(1, ceil_div(math.ceil(rows), row_block)) * row_block
-        common = dict(row_block=row_block, num_slots=slots, num_experts=groups, num_sms=self.session.num_sms)
+        blocks = math.ceil(groups * max(1.0, rows / row_block + 0.5))  # a group's last row block is half full on average
+        common = dict(row_block=row_block, num_slots=blocks * row_block, num_experts=groups, num_sms=self.session.num_sms)
         return (choose_tile("bf16", columns=2 * g.padded_intermediate, activation=True, **common),
                 choose_tile("bf16", columns=g.hidden, activation=False, **common))
 
