@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from moe_tk.planner.accounts import MIN_CEILING, MIN_WAVES, ceiling, waves
 from moe_tk.planner.machine import Machine
 
-ELEMENT_BYTES = 2  # bf16
+ELEMENT_BYTES = 2     # bf16
+LARGE_TILE_ROWS = 96  # mean rows of an expert from which row blocks of 128 are used on CUDA, of 64 below
+COLUMN_BLOCK = 256    # of the fused tiles
 SAMPLES = (16, 64, 256, 512, 1024, 2048, 4096, 8192)  # tokens of a rank for which a plan is explained
 
 
@@ -25,7 +27,7 @@ class LayerWork:
     hidden: int
     local_intermediate: int  # columns of this rank
     row_block: int
-    column_block: int        # of GEMM 1
+    column_block: int = COLUMN_BLOCK  # of GEMM 1
 
     @property
     def pairs(self) -> float:
@@ -54,6 +56,11 @@ class LayerWork:
     def tasks(self) -> int:
         """Tiles of GEMM 1."""
         return math.ceil(self.row_blocks) * math.ceil(2 * self.local_intermediate / self.column_block)
+
+
+def row_block_of(world: int, tokens: int, top_k: int, num_experts: int) -> int:
+    """Slots of a row block of a call on CUDA, by the mean number of rows of an expert."""
+    return 128 if world * tokens * top_k / num_experts >= LARGE_TILE_ROWS else 64
 
 
 @dataclass(frozen=True, slots=True)

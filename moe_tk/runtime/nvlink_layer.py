@@ -11,8 +11,8 @@ from torch import Tensor
 
 from moe_tk.errors import ArgumentError
 from moe_tk.group import RankGroup
-from moe_tk.memory.nvlink_layout import FUSED_COLUMN_BLOCK, ROW_BLOCKS, NvlinkGeometry
-from moe_tk.planner import Choice, LayerWork, choose_fusion, machine_of
+from moe_tk.memory.nvlink_layout import ROW_BLOCKS, NvlinkGeometry
+from moe_tk.planner import Choice, LayerWork, choose_fusion, machine_of, row_block_of
 from moe_tk.runtime.gemm_tiles import TileChoice, choose_tile
 from moe_tk.runtime.launch import Activation
 from moe_tk.runtime.nvlink import nvlink_module
@@ -20,7 +20,6 @@ from moe_tk.runtime.nvlink_session import NVLINK_SESSIONS, OPEN, STAGES
 
 INTERLEAVE = 8        # swiglu_epilogue: gate and up rows alternate in groups of 8
 DEFAULT_PASSES = 4    # over the columns of GEMM 2
-LARGE_TILE_ROWS = 96  # mean rows of an expert from which row blocks of 128 are used
 PATTERNS = tuple(STAGES)
 NOT_PLAIN = {"gemm1_tile": -1, "gemm1_policy": 0, "gemm2_tile": -1, "gemm2_policy": 0}  # fields of a fused call
 
@@ -76,8 +75,7 @@ class NvlinkLayer:
     def choices(self, num_tokens: int) -> tuple[int, int]:
         """(variant, segments) of a call with num_tokens tokens on this rank. Slots are local, so ranks need not agree."""
         g = self.geometry
-        mean_rows = g.world * num_tokens * g.top_k / g.num_experts
-        row_block = self.row_block or ROW_BLOCKS[mean_rows >= LARGE_TILE_ROWS]
+        row_block = self.row_block or row_block_of(g.world, num_tokens, g.top_k, g.num_experts)
         return ROW_BLOCKS.index(row_block), self.segments or 1
 
     def tiles(self, num_tokens: int) -> tuple[TileChoice, TileChoice]:
@@ -97,7 +95,7 @@ class NvlinkLayer:
             g = self.geometry
             work = LayerWork(tokens=num_tokens, world=g.world, top_k=g.top_k, num_experts=g.num_experts,
                              local_experts=g.num_local_experts, hidden=g.hidden, local_intermediate=g.local_intermediate,
-                             row_block=ROW_BLOCKS[self.choices(num_tokens)[0]], column_block=FUSED_COLUMN_BLOCK)
+                             row_block=ROW_BLOCKS[self.choices(num_tokens)[0]])
             self._choices[num_tokens] = choose_fusion(work, self.machine)
         return self._choices[num_tokens]
 

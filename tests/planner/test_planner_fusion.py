@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moe_tk.planner import LayerWork, choose_fusion, explain_fusion, machine_of
+from moe_tk.planner import LayerWork, choose_fusion, explain_fusion, machine_of, row_block_of
 from moe_tk.planner.accounts import MIN_CEILING, MIN_WAVES, ceiling
 from moe_tk.planner.fusion import compute_seconds, move_seconds
 from moe_tk.planner.machine import H200
@@ -19,9 +19,8 @@ SHAPES = {"seed": (4096, 3072, 64, 8), "qwen3-30b-a3b": (2048, 768, 128, 8)}
 def work(tokens: int, shape: str = "seed", mode: str = "ep", world: int = 2) -> LayerWork:
     hidden, inter, experts, top_k = SHAPES[shape]
     local, columns = (experts // world, inter) if mode == "ep" else (experts, inter // world)
-    rows = world * tokens * top_k / experts
     return LayerWork(tokens=tokens, world=world, top_k=top_k, num_experts=experts, local_experts=local, hidden=hidden,
-                     local_intermediate=columns, row_block=128 if rows >= 96 else 64, column_block=256)
+                     local_intermediate=columns, row_block=row_block_of(world, tokens, top_k, experts))
 
 
 @pytest.mark.parametrize("tokens, us", [(64, 526), (512, 526), (2048, 1556), (8192, 6224)])
