@@ -97,14 +97,13 @@ class NvlinkGeometry:
 
 def symmetric_items(g: NvlinkGeometry) -> tuple[Item, ...]:
     """Regions of one rank's segment. Fields of nvlink::heap_offsets."""
-    peers = g.max_tokens if g.world > 1 else 0
     return place([
         ("control", (CONTROL_BYTES,), 1, "abort flag and wait records of every rank"),
         ("headers", (2, g.world, HEADER_BYTES), 1, "what each rank says about its call"),
         ("posted", (g.world, FLAG_LINE_BYTES), 1, "epoch of each header"),
-        ("rows_posted", (g.world, FLAG_LINE_BYTES), 1, "epoch of each rank's exported rows"),
+        ("rows_posted", (g.world, FLAG_LINE_BYTES), 1, "epoch of the rows of each rank"),
         ("routing", (2, g.world, g.max_tokens, g.top_k), 8, "expert and weight of each pair of all ranks"),
-        ("rows", (peers, g.hidden), 2, "this rank's tokens, read by the others"),
+        ("rows", (g.world - 1, g.max_tokens, g.hidden), 2, "the other ranks' tokens that have work here"),
         ("combined", (g.world, g.job_chunks, MAX_COL_GROUPS), 4, "watermark of each chunk of partial rows, by column group"),
         ("planes", (g.world, g.max_tokens, g.hidden), 2, "partial rows from each rank"),
     ])
@@ -116,7 +115,7 @@ def table_items(g: NvlinkGeometry) -> tuple[Item, ...]:
     return place([
         ("epoch", (1,), 4, "number of the call"),
         ("blocks_done", (1,), 4, "blocks of open_call that are done"),
-        ("copies_done", (1,), 4, "blocks that have exported their rows"),
+        ("copies_done", (1,), 4, "blocks that have sent their rows"),
         ("record_claim", (1,), 4, "whether a wait record was filed"),
         ("next_row", (1,), 4, "dispenser of rows"), ("next_item", (1,), 4, "... of jobs and tokens"),
         ("counts", (5,), 4, "slots, row blocks, jobs, tasks of both GEMMs"),

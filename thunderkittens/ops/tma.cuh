@@ -54,24 +54,7 @@ __device__ __forceinline__ void store_panel(const CUtensorMap *map, coord<> at, 
                  : "memory");
 }
 
-__device__ __forceinline__ void prefetch_panel(const CUtensorMap *map, coord<> at) {
-    asm volatile("cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%0, {%1, %2, %3, %4}];" ::"l"(map), "r"(at.c), "r"(at.r),
-                 "r"(at.d), "r"(at.b)
-                 : "memory");
-}
-
 }  // namespace detail
-
-// Brings a tile into L2; nothing waits for it.
-template <class ST, class GL, class Tile>
-__device__ __forceinline__ void prefetch_async(const GL &src, coord<Tile> idx) {
-    coord<> at = idx.elements();
-#pragma unroll
-    for (int p = 0; p < ST::num_panels; ++p) {
-        detail::prefetch_panel(src.template map<ST>(), at);
-        at.c += ST::panel_cols;
-    }
-}
 
 // Rows and columns outside the tensor arrive as zeros and count as bytes all the same.
 template <class ST, class GL, class Tile>

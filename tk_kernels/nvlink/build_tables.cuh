@@ -21,11 +21,6 @@ __device__ __forceinline__ int group_of(const open_globals &g, int id, int segme
     const int local = id - g.first_expert;
     return id >= 0 && local >= 0 && local < g.num_local ? segment * g.num_local + local : -1;
 }
-__device__ __forceinline__ int owner_of(const open_globals &g, int id) {
-    const int base = g.num_experts / g.call.world, extra = g.num_experts % g.call.world, large = extra * (base + 1);
-    return id < large ? id / (base + 1) : extra + (id - large) / max(base, 1);
-}
-
 struct token_range { int first, last; };
 __device__ __forceinline__ token_range tokens_of_warp(const open_globals &g, const open_shared &s, int warp) {
     const int all = s.first_token[g.call.world], each = (all + BUILD_WARPS - 1) / BUILD_WARPS;

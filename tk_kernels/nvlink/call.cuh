@@ -39,9 +39,9 @@ struct heap_offsets {  // bytes; the same in every rank's segment
     int64_t control;       // control_block
     int64_t headers;       // [2, R] call_header                       [., p] written by rank p
     int64_t posted;        // [R, FLAG_LINE] epoch of header p
-    int64_t rows_posted;   // [R, FLAG_LINE] epoch of rank p's exported rows
+    int64_t rows_posted;   // [R, FLAG_LINE] epoch of the rows from rank p
     int64_t routing;       // [2, R, max_tokens, k] (i32 id, f32 weight)  [., p] written by rank p
-    int64_t rows;          // [max_tokens, H] this rank's tokens, read by the others
+    int64_t rows;          // [R - 1, max_tokens, H] the other ranks' tokens that have work here, written by their owners
     int64_t combined;      // [R, job_chunks, MAX_COL_GROUPS] epoch    [p] written by rank p
     int64_t planes;        // [R, max_tokens, H] partial rows          [p] written by rank p
 };
@@ -68,8 +68,8 @@ struct call_view {
     __device__ uint32_t *combined(int owner, int from, int chunk, int group) const {
         return region<uint32_t>(owner, at.combined) + (from * job_chunks + chunk) * MAX_COL_GROUPS + group;
     }
-    template <class T> __device__ T *row(int owner, int token) const {
-        return region<T>(owner, at.rows) + int64_t(token) * hidden;
+    template <class T> __device__ T *row(int owner, int from, int token) const {
+        return region<T>(owner, at.rows) + (int64_t(from - (from > owner)) * max_tokens + token) * hidden;
     }
     template <class T> __device__ T *plane(int owner, int from, int token) const {
         return region<T>(owner, at.planes) + (int64_t(from) * max_tokens + token) * hidden;

@@ -188,27 +188,50 @@ __device__ __forceinline__ void reduce_tokens(const call_view &c, const combine_
     sum_rows(mine, columns);
 }
 
-// All work in one list, dispensed so that any number of warps helps: the jobs of column group 0; then for each further group
-// its jobs and the own tokens of the group before it; the tokens of the last group. Jobs wait for this GPU's tiles only and
-// stand before the tokens of their group on every rank, so no two ranks can wait for each other.
+// All work in one list, dispensed so that any number of warps helps: the jobs group by group, and the own tokens of each group
+// TOKENS_BEHIND groups later, when the other ranks have probably sent their part. Jobs wait for this GPU's tiles only and stand
+// before the tokens of their group on every rank, so no two ranks can wait for each other.
+struct work_list {
+    static constexpr int TOKENS_BEHIND = 2;
+    int groups, jobs, tokens;  // items of one column group
+    struct place {
+        bool is_job;
+        int group, index;
+    };
+    __device__ __forceinline__ int size() const { return groups * (jobs + tokens); }
+    __device__ __forceinline__ place at(int item) const {
+        for (int step = 0;; ++step) {
+            if (step < groups) {
+                if (item < jobs) return {true, step, item};
+                item -= jobs;
+            }
+            if (step >= TOKENS_BEHIND) {
+                if (item < tokens) return {false, step - TOKENS_BEHIND, item};
+                item -= tokens;
+            }
+        }
+    }
+};
+
 __device__ __forceinline__ void combine_and_reduce(const call_view &c, const combine_params &p) {
     const uint32_t epoch = *c.epoch_ptr;
     const int groups = p.columns.groups, num_jobs = __ldg(p.counts + COUNT_JOBS), width = (c.hidden + groups - 1) / groups;
     const work_cut jobs = cut_work(num_jobs, groups, width, min(4, 32 / c.top_k));
     const work_cut tokens = cut_work(p.num_tokens, groups, width, min(8, 32 / c.world));
+    const work_list list{groups, jobs.items(), tokens.items()};
     // A gather that gave up has left rows unwritten: nothing made of them may reach another rank.
     bool given_up = load_relaxed_sys(&c.control(c.rank)->abort_flag) != 0;
     const bool computed = !given_up && __ldg(p.token_counts + c.rank) == p.num_tokens;  // else some rank refused the call
-    const int both = jobs.items() + tokens.items();
-    for (int item = take_item(p.next_item); item < groups * both;) {
-        const int behind_first = item - jobs.items();
-        const int group = behind_first < 0 ? 0 : behind_first / both + 1, index = behind_first < 0 ? item : behind_first % both;
-        item = take_item(p.next_item);
-        if (group < groups && index < jobs.items()) {
-            if (!given_up) given_up = !combine_jobs(c, p, jobs, num_jobs, group, index, epoch);
-        } else {
-            reduce_tokens(c, p, tokens, group - 1, group < groups ? index - jobs.items() : index, computed, epoch);
-        }
+    // The next item is taken early where there are many. Where there are few each warp should have one, and nobody should
+    // hold one while it waits for another rank.
+    const bool many = list.size() > ENOUGH_ITEMS;
+    for (int item = take_item(p.next_item); item < list.size();) {
+        const work_list::place at = list.at(item);
+        const bool early = many && at.is_job;
+        if (early) item = take_item(p.next_item);
+        if (!at.is_job) reduce_tokens(c, p, tokens, at.group, at.index, computed, epoch);
+        else if (!given_up) given_up = !combine_jobs(c, p, jobs, num_jobs, at.group, at.index, epoch);
+        if (!early) item = take_item(p.next_item);
     }
 }
 

@@ -1,32 +1,55 @@
-// Export of this rank's tokens: the blocks of open_call that do not build copy them where the other ranks read them.
+// Export of this rank's tokens: the blocks of open_call that do not build write each row to the ranks that have work for it,
+// once each. Who wants a row follows from this rank's own routing, so the wire is busy while the tables are built.
 #pragma once
 
-#include "open_globals.cuh"
+#include "exchange.cuh"
 
 namespace moe_tk::nvlink {
 
-// ORDER rows: the copies, then the last block's st.release.sys of the epoch; pull_rows acquires it before its first load.
+// Ranks other than this one that have an expert of the token, one bit each; the same in all lanes.
+__device__ __forceinline__ uint32_t wanted_by(const open_globals &g, int token) {
+    const call_view &c = g.call;
+    const int lane = threadIdx.x % 32;
+    const int id = lane < c.top_k ? read_id(g, int64_t(token) * c.top_k + lane) : -1;
+    uint32_t ranks = 0;
+    if (id >= 0) ranks = g.tensor_parallel ? ~0u >> (32 - c.world) : 1u << owner_of(g, id);
+    return __reduce_or_sync(0xffffffff, ranks) & ~(1u << c.rank);
+}
+
+// One row by one warp; all its loads are in flight together.
+__device__ __forceinline__ void send_row(const open_globals &g, int token, uint32_t ranks) {
+    constexpr int VECTORS = 4;
+    const call_view &c = g.call;
+    const int vectors = c.hidden / 8, lane = threadIdx.x % 32;
+    const uint4 *from = static_cast<const uint4 *>(g.hidden_states) + int64_t(token) * vectors;
+    for (int first = lane; first < vectors; first += 32 * VECTORS) {
+        uint4 v[VECTORS];
+#pragma unroll
+        for (int u = 0; u < VECTORS; ++u)
+            if (first + 32 * u < vectors) v[u] = __ldg(from + first + 32 * u);
+        for (uint32_t left = ranks; left != 0; left &= left - 1) {
+            uint4 *to = reinterpret_cast<uint4 *>(c.row<uint16_t>(__ffs(left) - 1, c.rank, token));
+#pragma unroll
+            for (int u = 0; u < VECTORS; ++u)
+                if (first + 32 * u < vectors) to[first + 32 * u] = v[u];
+        }
+    }
+}
+
+// ORDER rows: the rows, then the last block's st.release.sys of the epoch; row_puller acquires it before its first load.
+// A row's place is free: whoever read it in the call before owed this rank a partial row, and that call is done.
 __device__ __forceinline__ void export_rows(const open_globals &g, uint32_t epoch) {
     const call_view &c = g.call;
     const int num_blocks = gridDim.x - OPEN_CLUSTER, block = blockIdx.x - OPEN_CLUSTER;
-    const int64_t vectors = g.refused ? 0 : int64_t(g.num_tokens) * c.hidden / 8, stride = int64_t(num_blocks) * OPEN_THREADS;
-    const uint4 *from = static_cast<const uint4 *>(g.hidden_states);
-    uint4 *to = c.row<uint4>(c.rank, 0);
-    int64_t i = int64_t(block) * OPEN_THREADS + threadIdx.x;
-    for (; i + 3 * stride < vectors; i += 4 * stride) {
-        uint4 v[4];
-#pragma unroll
-        for (int u = 0; u < 4; ++u) v[u] = __ldg(from + i + u * stride);
-#pragma unroll
-        for (int u = 0; u < 4; ++u) to[i + u * stride] = v[u];
-    }
-    for (; i < vectors; i += stride) to[i] = __ldg(from + i);
+    const int tokens = g.refused ? 0 : g.num_tokens;
+    for (int token = int(threadIdx.x / 32) * num_blocks + block; token < tokens; token += OPEN_WARPS * num_blocks)
+        if (const uint32_t ranks = wanted_by(g, token)) send_row(g, token, ranks);
     __syncthreads();
     if (threadIdx.x != 0) return;
     fence_sys();
     if (fetch_inc_wrap_acq_rel_gpu(g.copies_done, num_blocks - 1) != uint32_t(num_blocks - 1)) return;
     fence_sys();
-    for (int to_rank = 0; to_rank < c.world; ++to_rank) store_release_sys(c.rows_posted(to_rank, c.rank), epoch);
+    for (int to = 0; to < c.world; ++to) store_release_sys(c.rows_posted(to, c.rank), epoch);
 }
 
 }  // namespace moe_tk::nvlink

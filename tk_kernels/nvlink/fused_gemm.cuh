@@ -26,19 +26,6 @@ template <class Cfg> constexpr int gather_shared_bytes() {
     return int(sizeof(gather_shared<Cfg>));
 }
 
-// While the tables are built, the memory has nothing to do: the first part of the weights that this block will probably want
-// goes into L2. Right where each expert has one row block, as with few tokens; elsewhere harmless.
-template <class Cfg, class G> __device__ __forceinline__ void prefetch_weights(const G &g, int num_k_blocks) {
-    constexpr int AHEAD_BYTES = 192 * 1024, K_BLOCKS = AHEAD_BYTES / (Cfg::BLOCK_N * Cfg::BLOCK_K * int(sizeof(typename Cfg::T)));
-    if constexpr (Cfg::BLOCK_M > 64) return;
-    const int col_blocks = kittens::ceil_div(int(g.weights.rows), Cfg::BLOCK_N);
-    const int expert = blockIdx.x / col_blocks, col = blockIdx.x % col_blocks * Cfg::BLOCK_N;
-    if (expert >= int(g.weights.depth)) return;
-    for (int k = 0; k < min(K_BLOCKS, num_k_blocks); ++k)
-        for (int i = 0; i < 2; ++i)
-            kittens::tma::prefetch_async<typename G::b_slab>(g.weights, kittens::coord<>{0, expert, col + i * Cfg::B_SLAB, k * Cfg::BLOCK_K});
-}
-
 // gather-GEMM. Roles: consumer warpgroups; then one loader warp (gates), one storer warp per consumer warpgroup, and the
 // mover warp.
 template <class Cfg, class Epilogue>
@@ -53,7 +40,6 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
         init_pull(s.pull);
         init_semaphores<Cfg>(s.gemm);
     }
-    if (warp == Cfg::CONSUMER_WARPS && kittens::elect_one()) prefetch_weights<Cfg>(g, num_k_blocks);
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
     else __syncthreads();
     kittens::wait_prerequisite_grids();    // the tables
@@ -65,7 +51,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
             if (kittens::elect_one()) load_tasks<Cfg, arrival_gate>(g, s.gemm, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
             store_tasks<Cfg, Epilogue, count_push>(g, s.gemm, rank, role - 1);
-        } else if (role == 3) {
+        } else if (role == 3 && kittens::elect_one()) {
             row_puller(g.gate.call, p, s.pull).run();
         }
     } else {

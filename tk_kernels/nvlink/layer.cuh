@@ -44,7 +44,7 @@ struct layer_call {
     plain_gemm gemm1, gemm2;  // both or none; then `variant` does not matter
 };
 
-// Fused: open, gather, scatter. Serial: open, pull, gemm1, gemm2, combine.
+// Fused: open, gather, scatter. Serial: open, pull (rows to their slots), gemm1, gemm2, combine.
 enum stage_bit { STAGE_OPEN = 1, STAGE_GATHER = 2, STAGE_SCATTER = 4, STAGE_PULL = 8, STAGE_GEMM1 = 16, STAGE_GEMM2 = 32, STAGE_COMBINE = 64 };
 
 struct fused_variant {

@@ -1,8 +1,8 @@
-// First launch of a call: tells all ranks where this rank's tokens want to go, learns the same of them, exports the
+// First launch of a call: tells all ranks where this rank's tokens want to go, learns the same of them, sends the
 // tokens, and builds the schedule tables. No host synchronisation, and the same launch for every routing.
 //
 // Roles: cluster 0 exchanges and builds (its 8 blocks are resident together by definition, so they may wait for each
-// other); all other clusters copy this rank's tokens into symmetric memory.
+// other); all other clusters send this rank's tokens to the ranks that want them.
 #pragma once
 
 #include "../../thunderkittens/kittens.cuh"

@@ -51,6 +51,12 @@ struct build_place {  // where a thread stands in cluster 0
     int block, warp, lane, thread, global_warp, global_thread;
 };
 
+// Rank of an expert in EP: counts differ by at most one, the first ranks have the larger ones.
+__device__ __forceinline__ int owner_of(const open_globals &g, int id) {
+    const int base = g.num_experts / g.call.world, extra = g.num_experts % g.call.world, large = extra * (base + 1);
+    return id < large ? id / (base + 1) : extra + (id - large) / max(base, 1);
+}
+
 __device__ __forceinline__ void cluster_barrier() { cooperative_groups::this_cluster().sync(); }
 
 }  // namespace moe_tk::nvlink

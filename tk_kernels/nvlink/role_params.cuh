@@ -1,17 +1,10 @@
-// What the mover and the combine role are given, from a workspace and a call: the same in the fused and the serial pattern.
+// What the combine role is given, from a workspace and a call: the same in the fused and the serial pattern.
 #pragma once
 
 #include "combine.cuh"
 #include "layer.cuh"
-#include "pull_rows.cuh"
 
 namespace moe_tk::nvlink {
-
-inline pull_params pull_params_of(const workspace_view &w, const layer_call &call, int row_block) {
-    return {.tokens = static_cast<const bf16 *>(call.hidden_states), .gathered = static_cast<bf16 *>(w.rows),
-            .counts = w.tables.counts, .delivery_order = w.tables.delivery_order, .slots = w.tables.slots,
-            .arrived = w.counters.arrived, .next_row = w.counters.next_row, .row_block = row_block};
-}
 
 // Column groups of a call, the same on all ranks and in all patterns: watermarks are by group.
 constexpr int GROUP_COLS = 256;  // a group is a whole number of these

@@ -1,4 +1,4 @@
-// Launches of the serial pattern: rows, GEMM 1, GEMM 2, combine, one after the other behind open_call. The GEMMs are the
+// Launches of the serial pattern: rows to their slots, GEMM 1, GEMM 2, combine, one after the other behind open_call. The GEMMs are the
 // engine's own, without gate and push, on the tasks that open_call has listed.
 #include <algorithm>
 
@@ -24,8 +24,8 @@ gemm_args plain_args(const workspace_view &w, const plain_gemm &plain, const int
 
 void prepare_serial() {
     for (int i = 0; i < bf16_variants().count; ++i) tile(i).prepare();
-    check_cuda(cudaFuncSetAttribute(pull_all, cudaFuncAttributeMaxDynamicSharedMemorySize, int(sizeof(pull_all_shared))), "pull_all");
     cudaFuncAttributes loaded;
+    check_cuda(cudaFuncGetAttributes(&loaded, place_all), "place_all");
     check_cuda(cudaFuncGetAttributes(&loaded, combine_all), "combine_all");
 }
 
@@ -38,8 +38,9 @@ tile_shape shape_of(const layer_call &call) {
 }
 
 void launch_pull(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
-    launch(pull_all, w.num_sms, PULL_WARPS * 32, 1, int(sizeof(pull_all_shared)), behind, stream, w.call,
-           pull_params_of(w, call, shape_of(call).row_block));
+    const place_params place{.tokens = static_cast<const bf16 *>(call.hidden_states), .gathered = static_cast<bf16 *>(w.rows),
+                             .counts = w.tables.counts, .job_order = w.tables.job_order, .slots = w.tables.slots};
+    launch(place_all, w.num_sms, PLACE_THREADS, 1, 0, behind, stream, w.call, place);
 }
 
 void launch_gemm1(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
