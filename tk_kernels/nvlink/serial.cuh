@@ -43,7 +43,7 @@ class row_placer {
             if (!__all_sync(0xffffffff, ok)) return nullptr;
             ready_ |= 1u << source;
         }
-        return c_.row<const uint4>(c_.rank, source, token);
+        return reinterpret_cast<const uint4 *>(c_.row<const bf16>(c_.rank, source, token));
     }
     __device__ void place(int row, const uint4 *from, int first, int last) const {
         const int mine = lane_ < c_.top_k ? __ldg(p_.slots + int64_t(row) * c_.top_k + lane_) : -1;
