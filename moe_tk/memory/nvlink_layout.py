@@ -116,6 +116,7 @@ def table_items(g: NvlinkGeometry) -> tuple[Item, ...]:
         ("epoch", (1,), 4, "number of the call"),
         ("blocks_done", (1,), 4, "blocks of open_call that are done"),
         ("copies_done", (1,), 4, "blocks that have sent their rows"),
+        ("routing_sent", (1,), 4, "epoch of the routing that this rank has sent"),
         ("record_claim", (1,), 4, "whether a wait record was filed"),
         ("next_row", (1,), 4, "dispenser of rows"), ("next_item", (1,), 4, "... of jobs and tokens"),
         ("counts", (5,), 4, "slots, row blocks, jobs, tasks of both GEMMs"),

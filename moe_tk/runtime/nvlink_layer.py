@@ -19,7 +19,7 @@ from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.nvlink_session import NVLINK_SESSIONS, OPEN, STAGES
 
 INTERLEAVE = 8        # swiglu_epilogue: gate and up rows alternate in groups of 8
-DEFAULT_PASSES = 4    # over the columns of GEMM 2
+DEFAULT_PASSES = 1    # over the columns of GEMM 2
 PATTERNS = tuple(STAGES)
 NOT_PLAIN = {"gemm1_tile": -1, "gemm1_policy": 0, "gemm2_tile": -1, "gemm2_policy": 0}  # fields of a fused call
 
@@ -111,7 +111,7 @@ class NvlinkLayer:
 
         pattern  one of PATTERNS; None = that of `stages`, or the layer's
         stages   bits of nvlink_session; None = all of the pattern. All but OPEN want the tables of an OPEN with the same pattern
-                 and number of tokens. GATHER, SCATTER, PULL and COMBINE do their work once after each OPEN; GEMM1 and GEMM2 do
+                 and number of tokens. GATHER, SCATTER and COMBINE do their work once after each OPEN; PULL, GEMM1 and GEMM2 do
                  theirs whenever they are launched
         """
         pattern = pattern or self.pattern_of(hidden.shape[0], stages)

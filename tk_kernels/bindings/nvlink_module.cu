@@ -56,7 +56,7 @@ nvlink::workspace_view read_workspace(const py::dict &values) {
                   .job_done = f.pointer<uint32_t>("job_done"), .next_row = f.pointer<uint32_t>("next_row"),
                   .next_item = f.pointer<uint32_t>("next_item")};
     w.epoch = f.pointer<uint32_t>("epoch"), w.blocks_done = f.pointer<uint32_t>("blocks_done");
-    w.copies_done = f.pointer<uint32_t>("copies_done"), w.scratch = f.pointer<int>("scratch"), w.marks = f.pointer<uint8_t>("marks");
+    w.copies_done = f.pointer<uint32_t>("copies_done"), w.routing_sent = f.pointer<uint32_t>("routing_sent"), w.scratch = f.pointer<int>("scratch"), w.marks = f.pointer<uint8_t>("marks");
     w.rows = f.pointer<void>("slot_rows"), w.activated = f.pointer<void>("activated");
     w.num_experts = f.get<int>("num_experts"), w.first_expert = f.get<int>("first_expert"), w.num_local = f.get<int>("num_local");
     w.tensor_parallel = f.get<bool>("tensor_parallel"), w.max_slots = f.get<int>("max_slots"), w.max_blocks = f.get<int>("max_blocks");

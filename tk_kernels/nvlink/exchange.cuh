@@ -29,6 +29,8 @@ __device__ __forceinline__ void send_routing(const open_globals &g, const build_
     fence_sys();
     cluster_barrier();
     if (me.global_thread < c.world) store_release_sys(c.posted(me.global_thread, c.rank), epoch);
+    __syncwarp();
+    if (me.global_thread == 0) store_release_sys(g.routing_sent, epoch);  // paces export_rows, orders nothing
 }
 
 static_assert(MAX_COL_GROUPS == 4, "zero_counters clears the counters of a row block and of a chunk as one vector");

@@ -36,12 +36,22 @@ __device__ __forceinline__ void send_row(const open_globals &g, int token, uint3
     }
 }
 
+// Behind the rows on the wire, the routing that everybody waits for would come tens of microseconds later. A matter of pace
+// only: the building cluster may not even be resident, so this does not wait for long.
+__device__ __forceinline__ void let_routing_go_first(const open_globals &g, uint32_t epoch) {
+    constexpr uint64_t LIMIT_NS = 20'000;
+    const uint64_t begin = now_ns();
+    while (!protocol::reached(load_relaxed_sys(g.routing_sent), epoch) && now_ns() - begin < LIMIT_NS) nap_ns(100);
+}
+
 // ORDER rows: the rows, then the last block's st.release.sys of the epoch; row_puller acquires it before its first load.
 // A row's place is free: whoever read it in the call before owed this rank a partial row, and that call is done.
 __device__ __forceinline__ void export_rows(const open_globals &g, uint32_t epoch) {
     const call_view &c = g.call;
     const int num_blocks = gridDim.x - OPEN_CLUSTER, block = blockIdx.x - OPEN_CLUSTER;
     const int tokens = g.refused ? 0 : g.num_tokens;
+    if (threadIdx.x == 0) let_routing_go_first(g, epoch);
+    __syncthreads();
     for (int token = int(threadIdx.x / 32) * num_blocks + block; token < tokens; token += OPEN_WARPS * num_blocks)
         if (const uint32_t ranks = wanted_by(g, token)) send_row(g, token, ranks);
     __syncthreads();

@@ -55,7 +55,7 @@ template <class Cfg> void launch_gather(const workspace_view &w, const layer_cal
         {call.alpha, call.beta, call.limit, call.weights_before_l2 ? w.tables.slot_weight : nullptr}, {w.counters.l1_done},
         w.tables.tasks1, COUNT_TASKS1);
     const pull_params pull{.tokens = static_cast<const bf16 *>(call.hidden_states), .gathered = static_cast<bf16 *>(w.rows),
-                           .counts = w.tables.counts, .slot_pair = w.tables.slot_pair,
+                           .counts = w.tables.counts, .delivery_order = w.tables.delivery_order, .slots = w.tables.slots,
                            .arrived = w.counters.arrived, .next_row = w.counters.next_row, .row_block = Cfg::BLOCK_M};
     launch(gather_gemm<Cfg, swiglu_epilogue>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(), behind, stream,
            globals, pull);

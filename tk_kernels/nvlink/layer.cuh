@@ -14,7 +14,7 @@ struct workspace_view {
     call_view call;
     table_view tables;
     counter_view counters;
-    uint32_t *epoch, *blocks_done, *copies_done;
+    uint32_t *epoch, *blocks_done, *copies_done, *routing_sent;
     int *scratch;
     uint8_t *marks;        // [max_slots]
     void *rows;            // [max_slots, H] gathered rows, then the experts' outputs

@@ -35,6 +35,7 @@ struct open_globals {
     int passes;                 // over the columns of GEMM 2
     uint32_t *epoch;            // written by the last block
     uint32_t *blocks_done, *copies_done;  // self-resetting
+    uint32_t *routing_sent;     // epoch
     int *scratch;               // [SCRATCH_INTS]
     uint8_t *marks;             // [max_slots]
 };
