@@ -18,7 +18,7 @@ from moe_tk.config import env
 from moe_tk.errors import ArgumentError, CapacityError, MoETkError, PeerRefused
 from moe_tk.group import RankGroup
 from moe_tk.memory.nvlink import NvlinkWorkspace
-from moe_tk.memory.nvlink_layout import NvlinkGeometry
+from moe_tk.memory.nvlink_layout import OPEN_CLUSTER, NvlinkGeometry
 from moe_tk.runtime.faults import error_from, readable
 from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.records import write_records
@@ -37,10 +37,11 @@ _live: weakref.WeakSet[NvlinkSession] = weakref.WeakSet()
 
 
 def usable_sms(sms: int, reserve_sms: int) -> int:
-    """Blocks of a launch: whole clusters of 8, of which one builds the tables and at least one exports rows."""
-    if sms - reserve_sms < 16:
-        raise ArgumentError(f"reserve_sms is {reserve_sms}, wanted at most {max(0, sms - 16)}: the launches need 16 of the {sms} "
-                            "multiprocessors")
+    """Blocks of a launch: whole clusters, of which one builds the tables and at least one sends rows."""
+    least = 2 * OPEN_CLUSTER
+    if sms - reserve_sms < least:
+        raise ArgumentError(f"reserve_sms is {reserve_sms}, wanted at most {max(0, sms - least)}: the launches need {least} of the "
+                            f"{sms} multiprocessors")
     return sms - reserve_sms
 
 

@@ -36,7 +36,7 @@ from moe_tk.memory.nvlink_layout import (
 from moe_tk.runtime.arch import parse_arch
 from moe_tk.runtime.cuda_toolkit import choose_toolkit, find_toolkits, torch_cuda_version
 from moe_tk.runtime.launch import SWIGLU, Activation
-from moe_tk.runtime.nvlink_layer import NvlinkLayer, engine_weights, one_limit
+from moe_tk.runtime.nvlink_layer import NvlinkLayer, engine_weights, one_limit, tiled
 from moe_tk.runtime.nvlink_session import CAPACITY, DISAGREE, RECORD, RECORDS_OFFSET, REFUSED, NvlinkSession, usable_sms
 
 SIZES = dict(num_experts=64, top_k=8, hidden_size=4096, intermediate_size=3072, max_tokens_per_rank=8192)
@@ -101,13 +101,26 @@ def test_krn_22_engine_weights_give_the_same_layer(experts, inter):
     x = torch.randn(5, 32, generator=generator)
     first, second = engine_weights(w13, w2)
     padded = math.ceil(inter / 8) * 8
-    assert first.shape == (max(1, experts), 2 * padded, 32) and second.shape == (max(1, experts), 32, padded)
+    assert first.shape == (max(1, experts), 1, 1, 256, 64) and second.shape == (max(1, experts), 1, 1, 256, 64)
+    assert first[:, 0, 0, 2 * padded:].abs().sum() == 0 and first[..., 32:].abs().sum() == 0
+    first, second = first[:, 0, 0, :2 * padded, :32], second[:, 0, 0, :32, :padded]
     for e in range(experts):
         both = x @ first[e].T
         columns = both.view(5, padded // 8, 2, 8)  # accumulator columns [16 b, 16 b + 8) gate, then up
         act = reference.activate(columns[:, :, 0].reshape(5, padded), columns[:, :, 1].reshape(5, padded))
         want = reference.activate(x @ w13[e, :inter].T, x @ w13[e, inter:].T) @ w2[e].T
         torch.testing.assert_close(act @ second[e].T, want)
+
+
+def test_tiles_lie_in_the_order_of_their_loads():
+    weights = torch.randn(2, 600, 200)
+    tiles = tiled(weights)
+    assert tiles.shape == (2, 3, 4, 256, 64) and tiles.is_contiguous()
+    padded = torch.nn.functional.pad(weights, (0, 56, 0, 168))
+    for block in range(3):
+        for panel in range(4):
+            rows, cols = slice(256 * block, 256 * block + 256), slice(64 * panel, 64 * panel + 64)
+            assert torch.equal(tiles[:, block, panel], padded[:, rows, cols])
 
 
 def test_limits_of_both_halves_must_be_equal():
@@ -165,7 +178,7 @@ def test_records_fit_the_control_block():
 
 def test_krn_03_reserve_leaves_room_for_the_launches():
     assert usable_sms(132, 8) == 124
-    with pytest.raises(ArgumentError, match="wanted at most 116"):
+    with pytest.raises(ArgumentError, match="wanted at most 100"):
         usable_sms(132, 120)
 
 

@@ -1,6 +1,6 @@
 // Python bindings of the fused layer over NVLink. Device pointers and streams are integers; nothing here includes torch.
 // with: tk_kernels/nvlink/open_call.cu tk_kernels/nvlink/fused_gemm.cu
-// with: tk_kernels/nvlink/serial.cu tk_kernels/patterns/grouped_gemm.cu
+// with: tk_kernels/nvlink/serial.cu
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -67,7 +67,7 @@ nvlink::workspace_view read_workspace(const py::dict &values) {
 
 nvlink::plain_gemm read_plain(bindings::fields &f, const char *tile, const char *policy) {
     const nvlink::plain_gemm plain{.tile = f.get<int>(tile), .weights_policy = f.get<int>(policy)};
-    if (plain.tile < -1 || plain.tile >= bf16_variants().count)
+    if (plain.tile < -1 || plain.tile >= nvlink::plain_tiles().count)
         throw py::value_error(std::string(tile) + " " + std::to_string(plain.tile) + " does not exist");
     return plain;
 }
@@ -79,7 +79,7 @@ void check_tiles(const nvlink::layer_call &call, int stages) {
     if (call.variant < 0 || call.variant >= nvlink::num_fused_variants)
         throw py::value_error("variant " + std::to_string(call.variant) + " does not exist");
     if ((first < 0) != (second < 0)) throw py::value_error("gemm1_tile and gemm2_tile: wanted both or none");
-    if (first >= 0 && bf16_variants().variants[first].block_m != bf16_variants().variants[second].block_m)
+    if (first >= 0 && nvlink::plain_tiles().variants[first].block_m != nvlink::plain_tiles().variants[second].block_m)
         throw py::value_error("gemm1_tile and gemm2_tile share the slots and their row blocks");
     const int wrong = first < 0 ? all & ~fused & ~nvlink::STAGE_OPEN : fused;
     if (stages & ~all || stages & wrong)
@@ -141,8 +141,8 @@ py::list list_variants() {
 
 py::list list_plain_tiles() {
     py::list out;
-    for (int i = 0; i < bf16_variants().count; ++i) {
-        const auto &v = bf16_variants().variants[i];
+    for (int i = 0; i < nvlink::plain_tiles().count; ++i) {
+        const auto &v = nvlink::plain_tiles().variants[i];
         py::dict d;
         d["name"] = v.name, d["row_block"] = v.block_m, d["columns"] = v.block_n, d["shared"] = v.smem;
         out.append(d);

@@ -31,7 +31,7 @@ template <class Cfg, class Gate, class Epilogue, class Push> struct gemm_globals
     using a_slab = st<T, Cfg::A_SLAB, Cfg::PANEL_K>;
     using b_slab = st<T, Cfg::B_SLAB, Cfg::PANEL_K>;
     gl<T, 1, 1, -1, -1, a_slab> tokens;             // (slots, K)
-    gl<T, 1, -1, -1, -1, b_slab> weights;           // (experts, N, K)
+    gl<T, 1, -1, -1, -1, b_slab> weights;           // (experts, N, K), or in tiles: (experts, N K / PANEL_K, PANEL_K)
     using out_slab = st<Out, Cfg::OUT_SLAB, out_tile<Out>::cols>;
     gl<Out, 1, 1, -1, -1, out_slab> out;            // (slots, N / COLUMN_RATIO)
     scale_params<Cfg::SCALED> scales;
@@ -89,18 +89,29 @@ __device__ __forceinline__ void load_slab(ST &dst, const GL &src, const coord<> 
     else if (mine) tma::cluster::load_async(dst, src, at, sem, ALL, policy);
 }
 
+// Where slab `i` of panel `panel` of a task's weights lies. rows: of the weights' tensor.
+template <class Cfg> __device__ __forceinline__ coord<> weights_at(const tile_task &t, int i, int panel, int num_panels, int rows) {
+    if constexpr (Cfg::TILED_WEIGHTS) {
+        static_assert(Cfg::BLOCK_N <= WEIGHT_TILE_ROWS, "a block's columns lie in one tile of weights");
+        constexpr int BLOCKS = WEIGHT_TILE_ROWS / Cfg::BLOCK_N;  // in a tile
+        const int tile = t.col_block / BLOCKS, row = t.col_block % BLOCKS * Cfg::BLOCK_N + i * Cfg::B_SLAB;
+        if (Cfg::PANELS > 1 && panel >= num_panels) return {0, t.expert, rows, 0};  // behind the last one: zeros
+        return {0, t.expert, (tile * num_panels + panel) * WEIGHT_TILE_ROWS + row, 0};
+    } else return {0, t.expert, t.col_block * Cfg::BLOCK_N + i * Cfg::B_SLAB, panel * Cfg::PANEL_K};
+}
+
 // What one stage brings in: both operands, or one of them.
 enum operand_bits { OPERAND_A = 1, OPERAND_B = 2, OPERANDS_AB = 3 };
 
 // The bytes of both operands are announced with B, so B alone may go first.
 template <class Cfg, int WHICH, class G, class Shared>
 __device__ __forceinline__ void load_stage(const G &g, Shared &s, int stage, const cluster_work &w, int rank, int k_block,
-                                           int a_slabs) {
+                                           int num_panels, int a_slabs) {
     using ST_A = typename G::a_slab;
     using ST_B = typename G::b_slab;
     semaphore &sem = s.inputs_arrived[stage];
     auto &in = s.inputs[stage];
-    const int row = w.task.row_block * Cfg::BLOCK_M, col = w.task.col_block * Cfg::BLOCK_N;
+    const int row = w.task.row_block * Cfg::BLOCK_M;
     const uint32_t scale_bytes = Cfg::SCALED ? a_slabs * Cfg::A_SLAB * sizeof(float) : 0;
     if constexpr (WHICH & OPERAND_B)
         tma::expect_bytes(sem, Cfg::PANELS * (a_slabs * ST_A::num_bytes + 2 * ST_B::num_bytes) + scale_bytes);
@@ -117,8 +128,8 @@ __device__ __forceinline__ void load_stage(const G &g, Shared &s, int stage, con
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 load_slab<Cfg>(in.b[p].template row_slab<Cfg::B_SLAB>(i), g.weights,
-                               {0, w.task.expert, col + i * Cfg::B_SLAB, k}, sem, w.share_b(), i % Cfg::CLUSTER == rank,
-                               g.weights_policy);
+                               weights_at<Cfg>(w.task, i, k_block * Cfg::PANELS + p, num_panels, int(g.weights.rows)), sem, w.share_b(),
+                               i % Cfg::CLUSTER == rank, g.weights_policy);
     }
     if constexpr (Cfg::SCALED && (WHICH & OPERAND_A)) {
         const float *scales = g.scales.tokens + k_block * g.scales.tokens_stride + row;
@@ -132,6 +143,7 @@ template <class Cfg, class Gate, class G, class Shared>
 __device__ void load_tasks(const G &g, Shared &s, int rank, int num_k_blocks) {
     ring_position<Cfg::STAGES> at;
     [[maybe_unused]] bool open = false;
+    const int num_panels = Cfg::PANELS == 1 ? num_k_blocks : ceil_div(int(g.tokens.cols), Cfg::PANEL_K);
     for_each_task_ahead<Cfg::CLUSTER>(g.tasks, Cfg::BLOCK_M, rank, [&](const cluster_work &w, bool more, const cluster_work &next) {
         const int a_slabs = ceil_div(w.task.rows, Cfg::A_SLAB);
         int k = 0;
@@ -140,16 +152,16 @@ __device__ void load_tasks(const G &g, Shared &s, int rank, int num_k_blocks) {
                 ring_position<Cfg::STAGES> first = at;
                 for (; k < min(Cfg::STAGES, num_k_blocks); ++k, at.advance()) {
                     wait(s.inputs_finished[at.stage], at.phase ^ 1);
-                    load_stage<Cfg, OPERAND_B>(g, s, at.stage, w, rank, k, a_slabs);
+                    load_stage<Cfg, OPERAND_B>(g, s, at.stage, w, rank, k, num_panels, a_slabs);
                 }
                 Gate::wait(g.gate, w.task);
-                for (int i = 0; i < k; ++i, first.advance()) load_stage<Cfg, OPERAND_A>(g, s, first.stage, w, rank, i, a_slabs);
+                for (int i = 0; i < k; ++i, first.advance()) load_stage<Cfg, OPERAND_A>(g, s, first.stage, w, rank, i, num_panels, a_slabs);
             }
             open = false;
         }
         for (; k < num_k_blocks; ++k, at.advance()) {
             wait(s.inputs_finished[at.stage], at.phase ^ 1);
-            load_stage<Cfg, OPERANDS_AB>(g, s, at.stage, w, rank, k, a_slabs);
+            load_stage<Cfg, OPERANDS_AB>(g, s, at.stage, w, rank, k, num_panels, a_slabs);
             if constexpr (!Gate::NOOP)
                 if (k == num_k_blocks / 2 && more) open = Gate::ready(g.gate, next.task);
         }

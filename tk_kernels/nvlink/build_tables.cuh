@@ -188,8 +188,8 @@ template <class Body> __device__ __forceinline__ void for_each_slot(const int *s
     }
 }
 
-// Per token: marks its smallest and largest slot, counts its job, and notes who works for it.
-__device__ __forceinline__ void mark_tokens(const open_globals &g, const build_place &me, const open_shared &s, uint32_t parity) {
+// Per token: marks its smallest and largest slot, and counts its job.
+__device__ __forceinline__ void mark_tokens(const open_globals &g, const build_place &me, const open_shared &s) {
     const call_view &c = g.call;
     const int k = c.top_k;
     const token_range range = tokens_of_warp(g, s, me.global_warp);
@@ -204,15 +204,6 @@ __device__ __forceinline__ void mark_tokens(const open_globals &g, const build_p
             if (smallest != largest) g.marks[largest] = MARK_LAST;
             atomicAdd(g.tables.chunk_expected + at.rank * c.job_chunks + at.t / c.job_chunk, 1);
         }
-        if (at.rank != c.rank) continue;
-        long long who = 0;
-        const int2 *pairs = c.routing(c.rank, parity, c.rank) + int64_t(at.t) * k;
-#pragma unroll 8
-        for (int j = 0; j < k; ++j) {
-            const int id = __ldcg(&pairs[j].x);
-            if (id >= 0) who |= g.tensor_parallel ? (1ll << c.world) - 1 : 1ll << owner_of(g, id);
-        }
-        g.tables.contributors[at.t] = who;
     }
 }
 

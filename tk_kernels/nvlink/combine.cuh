@@ -5,6 +5,7 @@
 
 #include "../../thunderkittens/kittens.cuh"
 #include "hooks.cuh"
+#include "pull_rows.cuh"
 #include "tables.cuh"
 #include "wait.cuh"
 
@@ -15,8 +16,7 @@ using kittens::bf16;
 struct combine_params {
     const int *counts, *slots, *job_order, *chunk_expected, *token_counts;
     const long long *contributors;
-    uint32_t *l2_done;         // nullptr: GEMM 2 is over
-    uint32_t *job_done, *next_item;
+    uint32_t *l2_done, *job_done, *next_item;
     const bf16 *expert_out;    // [slots, H]
     const float *slot_weight;  // [slots], or nullptr: applied before GEMM 2
     bf16 *out;                 // [num_tokens, H]
@@ -42,12 +42,6 @@ __device__ __forceinline__ column_slice slice_of(const combine_params &p, int hi
     const int first = p.columns.first(group) * p.block_cols, last = min(hidden, p.columns.first(group + 1) * p.block_cols);
     const int steps = (last - first + SLICE_STEP - 1) / SLICE_STEP;
     return {first + index * steps / slices * SLICE_STEP, min(last, first + (index + 1) * steps / slices * SLICE_STEP)};
-}
-
-__device__ __forceinline__ int take_item(uint32_t *dispenser) {
-    int item = 0;
-    if (kittens::laneid() == 0) item = int(fetch_add_relaxed_gpu(dispenser, 1u));
-    return __shfl_sync(0xffffffff, item, 0);
 }
 
 __device__ __forceinline__ void add_scaled(float (&sum)[8], const uint4 &v, float weight) {
@@ -76,9 +70,9 @@ struct summand {
 };
 
 // Every sum of the lanes' rows times their weights, in the order of the lanes, for one slice of columns. A sum without rows is
-// zero.
-__device__ __forceinline__ void sum_rows(const summand &mine, column_slice columns) {
-    constexpr int BATCH = 4, VECTORS = 2;  // rows and column steps whose loads are in flight together
+// zero. BATCH: as many as the registers of the warp allow.
+template <int BATCH> __device__ __forceinline__ void sum_rows(const summand &mine, column_slice columns) {
+    constexpr int VECTORS = 2;  // BATCH rows and two column steps have their loads in flight together
     using address = unsigned long long;
     const uint32_t present = __ballot_sync(0xffffffff, mine.row != nullptr || mine.to != nullptr);
     for (int first = columns.first + kittens::laneid() * 8; first < columns.last + kittens::laneid() * 8; first += 256 * VECTORS) {
@@ -120,6 +114,7 @@ __device__ __forceinline__ void sum_rows(const summand &mine, column_slice colum
 }
 
 // A batch of jobs, one lane for each (job, choice): waits for the column group of all their row blocks. False on abort.
+template <int BATCH, bool TILES_COUNTED>
 __device__ __forceinline__ bool combine_jobs(const call_view &c, const combine_params &p, const work_cut &cut, int num_jobs, int group,
                                              int item, uint32_t epoch) {
     const int lane = kittens::laneid(), k = c.top_k, batch = item / cut.slices, first = batch * cut.batch;
@@ -136,13 +131,13 @@ __device__ __forceinline__ bool combine_jobs(const call_view &c, const combine_p
         const int block = slot / p.row_block;
         if (p.slot_weight) mine.weight = __ldg(p.slot_weight + slot);
         mine.row = p.expert_out + int64_t(slot) * c.hidden;
-        if (p.l2_done != nullptr)
+        if constexpr (TILES_COUNTED)
             ok = spin_until(p.l2_done + block * MAX_COL_GROUPS + group, p.columns.size(group), c,
                             {phase_id::combine, role_id::combine, block, c.rank});
     }
     if (!__all_sync(0xffffffff, ok)) return false;
     if (job < jobs && choice == k - 1) mine.to = c.plane<bf16>(source, c.rank, token);
-    sum_rows(mine, slice_of(p, c.hidden, group, item % cut.slices, cut.slices));
+    sum_rows<BATCH>(mine, slice_of(p, c.hidden, group, item % cut.slices, cut.slices));
     // ORDER chunk_combined: the lanes' stores, fence.sys, the election's acq_rel, then the last one's st.release.sys;
     // reduce_tokens acquires.
     fence_sys();
@@ -165,6 +160,7 @@ __device__ __forceinline__ void fill_nan(bf16 *to, column_slice columns) {
 
 // A batch of own tokens, one lane for each (token, rank): waits for the ranks that owe them a partial row. NaN on abort, and
 // where the call was not computed: nobody may take it for a result.
+template <int BATCH>
 __device__ __forceinline__ void reduce_tokens(const call_view &c, const combine_params &p, const work_cut &cut, int group, int item,
                                               bool computed, uint32_t epoch) {
     const int lane = kittens::laneid(), batch = item / cut.slices, first = batch * cut.batch;
@@ -182,10 +178,11 @@ __device__ __forceinline__ void reduce_tokens(const call_view &c, const combine_
     ok = ok && load_relaxed_sys(&c.control(c.rank)->abort_flag) == 0;
     if (!__all_sync(0xffffffff, ok)) {
         for (int t = 0; t < tokens; ++t) fill_nan(p.out + int64_t(first + t) * c.hidden, columns);
+        if (computed) report_told(c);
         return;
     }
     if (real && from == c.world - 1) mine.to = p.out + int64_t(token) * c.hidden;
-    sum_rows(mine, columns);
+    sum_rows<BATCH>(mine, columns);
 }
 
 // All work in one list, dispensed so that any number of warps helps: the jobs group by group, and the own tokens of each group
@@ -213,7 +210,8 @@ struct work_list {
     }
 };
 
-__device__ __forceinline__ void combine_and_reduce(const call_view &c, const combine_params &p) {
+// TILES_COUNTED: GEMM 2 runs beside and counts its tiles; else it is over.
+template <int BATCH, bool TILES_COUNTED = true> __device__ __forceinline__ void combine_and_reduce(const call_view &c, const combine_params &p) {
     const uint32_t epoch = *c.epoch_ptr;
     const int groups = p.columns.groups, num_jobs = __ldg(p.counts + COUNT_JOBS), width = (c.hidden + groups - 1) / groups;
     const work_cut jobs = cut_work(num_jobs, groups, width, min(4, 32 / c.top_k));
@@ -229,10 +227,11 @@ __device__ __forceinline__ void combine_and_reduce(const call_view &c, const com
         const work_list::place at = list.at(item);
         const bool early = many && at.is_job;
         if (early) item = take_item(p.next_item);
-        if (!at.is_job) reduce_tokens(c, p, tokens, at.group, at.index, computed, epoch);
-        else if (!given_up) given_up = !combine_jobs(c, p, jobs, num_jobs, at.group, at.index, epoch);
+        if (!at.is_job) reduce_tokens<BATCH>(c, p, tokens, at.group, at.index, computed, epoch);
+        else if (!given_up) given_up = !combine_jobs<BATCH, TILES_COUNTED>(c, p, jobs, num_jobs, at.group, at.index, epoch);
         if (!early) item = take_item(p.next_item);
     }
+    if (given_up) report_told(c);
 }
 
 }  // namespace moe_tk::nvlink

@@ -6,14 +6,14 @@
 
 namespace moe_tk::nvlink {
 
-// Ranks other than this one that have an expert of the token, one bit each; the same in all lanes.
+// Ranks that have an expert of the token, one bit each; the same in all lanes.
 __device__ __forceinline__ uint32_t wanted_by(const open_globals &g, int token) {
     const call_view &c = g.call;
     const int lane = threadIdx.x % 32;
     const int id = lane < c.top_k ? read_id(g, int64_t(token) * c.top_k + lane) : -1;
     uint32_t ranks = 0;
     if (id >= 0) ranks = g.tensor_parallel ? ~0u >> (32 - c.world) : 1u << owner_of(g, id);
-    return __reduce_or_sync(0xffffffff, ranks) & ~(1u << c.rank);
+    return __reduce_or_sync(0xffffffff, ranks);
 }
 
 // One row by one warp; all its loads are in flight together.
@@ -22,7 +22,7 @@ __device__ __forceinline__ void send_row(const open_globals &g, int token, uint3
     const call_view &c = g.call;
     const int vectors = c.hidden / 8, lane = threadIdx.x % 32;
     const uint4 *from = static_cast<const uint4 *>(g.hidden_states) + int64_t(token) * vectors;
-    for (int first = lane; first < vectors; first += 32 * VECTORS) {
+    for (int first = lane; ranks != 0 && first < vectors; first += 32 * VECTORS) {
         uint4 v[VECTORS];
 #pragma unroll
         for (int u = 0; u < VECTORS; ++u)
@@ -52,8 +52,11 @@ __device__ __forceinline__ void export_rows(const open_globals &g, uint32_t epoc
     const int tokens = g.refused ? 0 : g.num_tokens;
     if (threadIdx.x == 0) let_routing_go_first(g, epoch);
     __syncthreads();
-    for (int token = int(threadIdx.x / 32) * num_blocks + block; token < tokens; token += OPEN_WARPS * num_blocks)
-        if (const uint32_t ranks = wanted_by(g, token)) send_row(g, token, ranks);
+    for (int token = int(threadIdx.x / 32) * num_blocks + block; token < tokens; token += OPEN_WARPS * num_blocks) {
+        const uint32_t ranks = wanted_by(g, token);
+        if (threadIdx.x % 32 == 0) g.tables.contributors[token] = ranks;
+        send_row(g, token, ranks & ~(1u << c.rank));
+    }
     __syncthreads();
     if (threadIdx.x != 0) return;
     fence_sys();

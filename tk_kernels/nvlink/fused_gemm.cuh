@@ -6,6 +6,7 @@
 #include "../hooks/noop.cuh"
 #include "combine.cuh"
 #include "hooks.cuh"
+#include "place_first_rows.cuh"
 #include "pull_rows.cuh"
 
 namespace moe_tk::nvlink {
@@ -14,6 +15,7 @@ namespace moe_tk::nvlink {
 // got at launch, 168 x NUM_THREADS: asking for one more would wait for ever.
 template <class Base> struct fused_config : Base {
     static constexpr int PRODUCER_REGISTERS = 88, CONSUMER_REGISTERS = 208;
+    static constexpr bool TILED_WEIGHTS = true;
     static_assert(PRODUCER_REGISTERS + Base::CONSUMER_WGS * CONSUMER_REGISTERS <= 168 * (Base::CONSUMER_WGS + 1), "registers of a block");
 };
 
@@ -26,7 +28,7 @@ template <class Cfg> constexpr int gather_shared_bytes() {
     return int(sizeof(gather_shared<Cfg>));
 }
 
-// gather-GEMM. Roles: consumer warpgroups; then one loader warp (gates), one storer warp per consumer warpgroup, and the
+// gather-GEMM. Roles: consumer warpgroups (they place the first rows); then one loader warp (gates), one storer warp per consumer warpgroup, and the
 // mover warp.
 template <class Cfg, class Epilogue>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
@@ -56,6 +58,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
         }
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
+        place_first_rows(g.gate.call, p);
         consume_tasks<Cfg, Epilogue>(g, s.gemm, rank, num_k_blocks, kittens::warpgroup::groupid());
     }
     if constexpr (Cfg::CLUSTER > 1) {
@@ -89,13 +92,13 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
         }
         __syncwarp();
         kittens::wait_prerequisite_grids();
-        combine_and_reduce(c, p);
+        combine_and_reduce<4>(c, p);
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
         consume_tasks<Cfg, plain_epilogue>(g, s, rank, num_k_blocks, kittens::warpgroup::groupid());
         __syncwarp();
         kittens::wait_prerequisite_grids();
-        combine_and_reduce(c, p);
+        combine_and_reduce<8>(c, p);
     }
     if constexpr (Cfg::CLUSTER > 1) {
         __syncwarp();

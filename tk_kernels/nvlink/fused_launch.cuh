@@ -17,8 +17,9 @@ gemm_globals<Cfg, Gate, Epilogue, Push> make_globals(const workspace_view &w, co
                                                                    const int4 *tasks, count_index count) {
     bf16 *tokens = static_cast<bf16 *>(const_cast<void *>(in)), *matrix = static_cast<bf16 *>(const_cast<void *>(weights));
     const int experts = w.num_local > 0 ? w.num_local : 1;  // a rank without experts has a dummy and no tasks
+    const matrix_extents extents = weight_extents<Cfg>(n, k);  // moe_tk.runtime.nvlink_layer.tiled makes the tiles
     return {.tokens = {tokens, 1, 1, w.max_slots, k},
-            .weights = {matrix, 1, experts, n, k},
+            .weights = {matrix, 1, experts, extents.rows, extents.cols},
             .out = {static_cast<bf16 *>(out), 1, 1, w.max_slots, n / Epilogue::COLUMN_RATIO},
             .scales = {},
             .tasks = {.tasks = tasks, .num_tasks_ptr = w.tables.counts + count, .num_tasks = 0, .block_rows = w.tables.block_target},
@@ -56,7 +57,8 @@ template <class Cfg> void launch_gather(const workspace_view &w, const layer_cal
         w.tables.tasks1, COUNT_TASKS1);
     const pull_params pull{.tokens = static_cast<const bf16 *>(call.hidden_states), .gathered = static_cast<bf16 *>(w.rows),
                            .counts = w.tables.counts, .delivery_order = w.tables.delivery_order, .slots = w.tables.slots,
-                           .arrived = w.counters.arrived, .next_row = w.counters.next_row, .row_block = Cfg::BLOCK_M};
+                           .arrived = w.counters.arrived, .next_row = w.counters.next_row, .row_block = Cfg::BLOCK_M,
+                           .col_blocks = kittens::ceil_div(2 * w.intermediate, Cfg::BLOCK_N)};
     launch(gather_gemm<Cfg, swiglu_epilogue>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(), behind, stream,
            globals, pull);
 }
@@ -68,7 +70,7 @@ template <class Cfg, int GATHER_COLS> void launch_scatter(const workspace_view &
         w, w.activated, w.intermediate, call.w2, w.call.hidden, w.rows,
         {{w.call, w.counters.l1_done}, uint32_t(kittens::ceil_div(2 * w.intermediate, GATHER_COLS))}, {},
         {w.counters.l2_done, columns}, w.tables.tasks2, COUNT_TASKS2);
-    const combine_params combine = combine_params_of(w, call, Cfg::BLOCK_M, true);
+    const combine_params combine = combine_params_of(w, call, Cfg::BLOCK_M);
     launch(gemm_scatter<Cfg>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, shared_bytes<Cfg, bf16>(), behind, stream, globals, w.call,
            combine);
 }

@@ -7,6 +7,10 @@
 #include "tables.cuh"
 #include "wait.cuh"
 
+namespace moe_tk {
+struct variant_list;  // patterns/grouped_gemm.cuh
+}
+
 namespace moe_tk::nvlink {
 
 // What lives as long as a workspace.
@@ -27,7 +31,7 @@ struct workspace_view {
 
 // How a GEMM of the serial pattern is computed.
 struct plain_gemm {
-    int tile;            // of bf16_variants(); -1: the call is fused
+    int tile;            // of plain_tiles(); -1: the call is fused
     int weights_policy;  // as in gemm_args
 };
 
@@ -35,8 +39,8 @@ struct plain_gemm {
 struct layer_call {
     const void *hidden_states, *topk_ids, *topk_weights;
     void *out;
-    const void *w13;  // [E_local, 2 I, H], gate and up rows alternating in groups of 8
-    const void *w2;   // [E_local, H, I]
+    const void *w13;  // [E_local, 2 I, H], gate and up rows alternating in groups of 8, in tiles
+    const void *w2;   // [E_local, H, I], in tiles
     uint64_t signature;
     int num_tokens, refused, ids_are_64, weights_are_bf16;
     int variant, segments, passes, weights_before_l2;  // passes: over the columns of GEMM 2, 1 .. MAX_COL_GROUPS
@@ -64,6 +68,8 @@ tile_shape shape_of(const layer_call &);
 
 void prepare_open_call();
 void launch_open_call(const workspace_view &, const layer_call &, cudaStream_t);
+
+variant_list plain_tiles();  // of the serial pattern's GEMMs
 
 // The serial pattern, each with open_call's tables of a call with the same tiles.
 void prepare_serial();

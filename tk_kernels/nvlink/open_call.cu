@@ -16,6 +16,7 @@ void check(cudaError_t err, const char *what) {
 
 void prepare_open_call() {
     check(cudaFuncSetAttribute(open_call, cudaFuncAttributeMaxDynamicSharedMemorySize, open_shared_bytes(MAX_GROUPS)), "open_call");
+    check(cudaFuncSetAttribute(open_call, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "open_call");
 }
 
 void launch_open_call(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
@@ -35,7 +36,7 @@ void launch_open_call(const workspace_view &w, const layer_call &call, cudaStrea
     const int64_t row_bytes = int64_t(call.num_tokens) * w.call.hidden * 2, per_cluster = 256 * 1024;
     const int64_t useful = (row_bytes + per_cluster - 1) / per_cluster, most = w.num_sms / OPEN_CLUSTER - 1;
     const int copiers = int(std::max<int64_t>(1, std::min(most, useful)));
-    const int clusters = w.call.world == 1 ? 1 : 1 + copiers;
+    const int clusters = 1 + copiers;
     const int bytes = open_shared_bytes(call.segments * w.num_local);
     open_call<<<clusters * OPEN_CLUSTER, OPEN_THREADS, bytes, stream>>>(g);
     check(cudaGetLastError(), "open_call launch");

@@ -1,8 +1,8 @@
 // First launch of a call: tells all ranks where this rank's tokens want to go, learns the same of them, sends the
 // tokens, and builds the schedule tables. No host synchronisation, and the same launch for every routing.
 //
-// Roles: cluster 0 exchanges and builds (its 8 blocks are resident together by definition, so they may wait for each
-// other); all other clusters send this rank's tokens to the ranks that want them.
+// Roles: cluster 0 exchanges and builds (its 16 blocks are resident together by definition, so they may wait for each
+// other); all other clusters note which ranks work for each of this rank's tokens, and send them there.
 #pragma once
 
 #include "../../thunderkittens/kittens.cuh"
@@ -24,7 +24,7 @@ __device__ __forceinline__ void exchange_and_build(const open_globals &g, uint32
     place_groups(g, me, s, groups);
     write_groups(g, me, s, groups);
     place_pairs(g, me, s, groups, parity);
-    mark_tokens(g, me, s, parity);
+    mark_tokens(g, me, s);
     cluster_barrier();
     write_tasks(g, me, s, g.col_blocks1, 1, g.tables.tasks1);
     write_tasks(g, me, s, g.col_blocks2, g.passes, g.tables.tasks2);

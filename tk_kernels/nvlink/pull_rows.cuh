@@ -17,7 +17,7 @@ struct pull_params {
     bf16 *gathered;      // [slots, H]
     const int *counts, *delivery_order, *slots;
     uint32_t *arrived, *next_row;
-    int row_block;
+    int row_block, col_blocks;  // of GEMM 1
 };
 
 // A ring of pieces of rows. LOADS pieces are on their way in; the others are on their way out.
@@ -32,20 +32,54 @@ __device__ __forceinline__ void init_pull(pull_shared &s) {
     for (int i = 0; i < pull_shared::PIECES; ++i) kittens::init_semaphore(s.full[i], 1);
 }
 
+__device__ __forceinline__ int take_item(uint32_t *dispenser) {
+    int item = 0;
+    if (kittens::laneid() == 0) item = int(fetch_add_relaxed_gpu(dispenser, 1u));
+    return __shfl_sync(0xffffffff, item, 0);
+}
+
+// Where rows lie, for one warp: in this rank's tensor, or in what their owners have sent.
+class row_sources {
+  public:
+    __device__ row_sources(const call_view &c, const bf16 *tokens) : c_(c), tokens_(tokens) {}
+
+    // nullptr on abort. ORDER rows: acquires what export_rows of the owner releases, then orders bulk loads (asynchronous
+    // proxy) behind it.
+    __device__ const bf16 *find(int row) {
+        const int source = row / c_.max_tokens, token = row % c_.max_tokens;
+        if (source == c_.rank) return tokens_ + int64_t(token) * c_.hidden;
+        if (!(ready_ >> source & 1)) {
+            bool ok = true;
+            if (kittens::laneid() == 0) {
+                ok = spin_until(c_.rows_posted(c_.rank, source), *c_.epoch_ptr, c_, {phase_id::dispatch, role_id::place, token, source});
+                kittens::fence_proxy_async();
+            }
+            if (!__shfl_sync(0xffffffff, int(ok), 0)) return nullptr;
+            ready_ |= 1u << source;
+        }
+        return c_.row<const bf16>(c_.rank, source, token);
+    }
+
+  private:
+    const call_view &c_;
+    const bf16 *tokens_;
+    uint32_t ready_ = 0;
+};
+
 class row_puller {
   public:
     __device__ row_puller(const call_view &c, const pull_params &p, pull_shared &s)
-        : c_(c), p_(p), s_(s), lane_(kittens::laneid()), row_bytes_(c.hidden * 2), per_row_((row_bytes_ + S::PIECE_BYTES - 1) / S::PIECE_BYTES) {}
+        : c_(c), p_(p), s_(s), sources_(c, p.tokens), lane_(kittens::laneid()), row_bytes_(c.hidden * 2), per_row_((row_bytes_ + S::PIECE_BYTES - 1) / S::PIECE_BYTES) {}
 
     // Until the list of rows is used up. Loads run LOADS pieces ahead of stores; a piece's place is free again, and its
     // row announced, once its stores are complete.
     __device__ void run() {
         const int num_rows = __ldg(p_.counts + COUNT_JOBS);
-        int number = 0, loaded = 0, next = take();
+        int number = 0, loaded = 0, next = take_item(p_.next_row);
         for (; next < num_rows; ++number) {
             const int row = __ldg(p_.delivery_order + next);
-            next = take();
-            const bf16 *from = find(row);
+            next = take_item(p_.next_row);
+            const bf16 *from = sources_.find(row);
             if (from == nullptr) break;
             s_.slot_of[number % S::ROWS][lane_] = lane_ < c_.top_k ? __ldg(p_.slots + int64_t(row) * c_.top_k + lane_) : -1;
             for (int part = 0; part < per_row_; ++part, ++loaded) {
@@ -66,30 +100,8 @@ class row_puller {
   private:
     using S = pull_shared;
 
-    __device__ int take() {
-        int item = 0;
-        if (lane_ == 0) item = int(fetch_add_relaxed_gpu(p_.next_row, 1u));
-        return __shfl_sync(0xffffffff, item, 0);
-    }
     __device__ int bytes_of(int part) const { return min(S::PIECE_BYTES, row_bytes_ - part * S::PIECE_BYTES); }
 
-    // Where the row lies; nullptr on abort. ORDER rows: acquires what export_rows of its owner releases, then orders the bulk
-    // loads (asynchronous proxy) behind it.
-    __device__ const bf16 *find(int row) {
-        const int source = row / c_.max_tokens, token = row % c_.max_tokens;
-        if (source == c_.rank) return p_.tokens + int64_t(token) * c_.hidden;
-        if (!(ready_ >> source & 1)) {
-            bool ok = true;
-            const uint32_t epoch = *c_.epoch_ptr;
-            if (lane_ == 0) {
-                ok = spin_until(c_.rows_posted(c_.rank, source), epoch, c_, {phase_id::dispatch, role_id::place, token, source});
-                kittens::fence_proxy_async();
-            }
-            if (!__shfl_sync(0xffffffff, int(ok), 0)) return nullptr;
-            ready_ |= 1ull << source;
-        }
-        return c_.row<const bf16>(c_.rank, source, token);
-    }
     __device__ void load(int piece, const bf16 *from, int part) {
         const int at = piece % S::PIECES;
         kittens::tma::expect_bytes(s_.full[at], bytes_of(part));
@@ -116,8 +128,8 @@ class row_puller {
     const call_view &c_;
     const pull_params &p_;
     pull_shared &s_;
+    row_sources sources_;
     const int lane_, row_bytes_, per_row_;
-    uint64_t ready_ = 0;
 };
 
 }  // namespace moe_tk::nvlink

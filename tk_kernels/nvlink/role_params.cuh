@@ -13,11 +13,10 @@ inline column_groups groups_of(int hidden) {
     return {col_blocks < MAX_COL_GROUPS ? col_blocks : MAX_COL_GROUPS, col_blocks};
 }
 
-// tiles_counted: GEMM 2 runs beside and counts its tiles; else it is over before the launch begins.
-inline combine_params combine_params_of(const workspace_view &w, const layer_call &call, int row_block, bool tiles_counted) {
+inline combine_params combine_params_of(const workspace_view &w, const layer_call &call, int row_block) {
     return {.counts = w.tables.counts, .slots = w.tables.slots, .job_order = w.tables.job_order,
             .chunk_expected = w.tables.chunk_expected, .token_counts = w.tables.token_counts, .contributors = w.tables.contributors,
-            .l2_done = tiles_counted ? w.counters.l2_done : nullptr, .job_done = w.counters.job_done, .next_item = w.counters.next_item,
+            .l2_done = w.counters.l2_done, .job_done = w.counters.job_done, .next_item = w.counters.next_item,
             .expert_out = static_cast<const bf16 *>(w.rows), .slot_weight = call.weights_before_l2 ? nullptr : w.tables.slot_weight,
             .out = static_cast<bf16 *>(call.out), .num_tokens = call.num_tokens, .row_block = row_block, .block_cols = GROUP_COLS,
             .columns = groups_of(w.call.hidden)};

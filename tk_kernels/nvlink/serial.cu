@@ -2,6 +2,7 @@
 // engine's own, without gate and push, on the tasks that open_call has listed.
 #include <algorithm>
 
+#include "../patterns/bf16_tiles.cuh"
 #include "fused_launch.cuh"
 #include "serial.cuh"
 
@@ -9,7 +10,11 @@ namespace moe_tk::nvlink {
 
 namespace {
 
-const gemm_variant &tile(int index) { return bf16_variants().variants[index]; }
+template <class Base> struct tiled : Base {
+    static constexpr bool TILED_WEIGHTS = true;
+};
+
+const gemm_variant &tile(int index) { return plain_tiles().variants[index]; }
 
 // What both GEMMs have in common: slots, tasks of `list`, their number at `count`.
 gemm_args plain_args(const workspace_view &w, const plain_gemm &plain, const int4 *list, count_index count) {
@@ -22,8 +27,16 @@ gemm_args plain_args(const workspace_view &w, const plain_gemm &plain, const int
 
 }  // namespace
 
+variant_list plain_tiles() {
+    static const gemm_variant list[] = {
+        make_variant<tiled<c128x256_c2>>("128x256_s4_c2"), make_variant<tiled<c128x128_c2>>("128x128_s6_c2"),
+        make_variant<tiled<c64x256_c2>>("64x256_s5_w2_c2"), make_variant<tiled<c64x128_p2>>("64x128_s4_p2_c1"),
+    };
+    return {list, sizeof(list) / sizeof(list[0])};
+}
+
 void prepare_serial() {
-    for (int i = 0; i < bf16_variants().count; ++i) tile(i).prepare();
+    for (int i = 0; i < plain_tiles().count; ++i) tile(i).prepare();
     cudaFuncAttributes loaded;
     check_cuda(cudaFuncGetAttributes(&loaded, place_all), "place_all");
     check_cuda(cudaFuncGetAttributes(&loaded, combine_all), "combine_all");
@@ -61,7 +74,7 @@ void launch_gemm2(const workspace_view &w, const layer_call &call, cudaStream_t 
 
 void launch_combine(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
     launch(combine_all, w.num_sms, COMBINE_THREADS, 1, 0, false, stream, w.call,
-           combine_params_of(w, call, shape_of(call).row_block, false));
+           combine_params_of(w, call, shape_of(call).row_block));
 }
 
 }  // namespace moe_tk::nvlink

@@ -79,10 +79,10 @@ __global__ __launch_bounds__(PLACE_THREADS, 1) void place_all(const __grid_const
 
 // Roles: every warp takes from the list of jobs and own tokens. A job waits for nothing here, and the jobs of a group stand before
 // its tokens, so blocks that start late are waited for by nobody.
-constexpr int COMBINE_THREADS = 640;  // 96 registers each without spills
+constexpr int COMBINE_THREADS = 640, COMBINE_BATCH = 4;
 __global__ __launch_bounds__(COMBINE_THREADS, 1) void combine_all(const __grid_constant__ call_view c,
                                                                  const __grid_constant__ combine_params p) {
-    combine_and_reduce(c, p);
+    combine_and_reduce<COMBINE_BATCH, false>(c, p);
 }
 
 }  // namespace moe_tk::nvlink

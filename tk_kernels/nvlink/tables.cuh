@@ -8,7 +8,7 @@
 
 namespace moe_tk::nvlink {
 
-constexpr int OPEN_CLUSTER = 8;    // blocks that build the tables
+constexpr int OPEN_CLUSTER = 16;   // blocks that build the tables; more than 8 is not portable, but there is one on Hopper
 constexpr int MAX_GROUPS = 1536;   // segments * local experts: a histogram of every warp lies in shared memory
 constexpr int SCRATCH_INTS = OPEN_CLUSTER * (MAX_GROUPS + 4);
 
