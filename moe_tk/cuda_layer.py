@@ -15,7 +15,7 @@ from torch import Tensor
 from moe_tk.arguments import as_contiguous, check_routing_tensors, check_tensor
 from moe_tk.config import env
 from moe_tk.cpu_layer import WEIGHT_POSITIONS, CpuMoELayer
-from moe_tk.errors import ArgumentError, ArgumentTypeError, TopologyError
+from moe_tk.errors import ArgumentError, ArgumentTypeError, CapacityError, TopologyError
 from moe_tk.group import RankGroup, resolve_group
 from moe_tk.memory.estimate import MemoryEstimate
 from moe_tk.memory.nvlink_layout import FUSED_COLUMN_BLOCK, JOB_CHUNK, ROW_BLOCKS, NvlinkGeometry, nvlink_estimate
@@ -24,6 +24,7 @@ from moe_tk.planner import Plan, explain_fusion
 from moe_tk.runtime.calls import signature_of
 from moe_tk.runtime.launch import Activation, CallStats, resolve_activation
 from moe_tk.runtime.nvlink_layer import NvlinkLayer
+from moe_tk.runtime.nvlink_session import too_many_tokens
 from moe_tk.sizes import check_count, check_layer_sizes, check_one_of, check_positive
 from moe_tk.weights import from_checkpoint
 
@@ -36,6 +37,8 @@ class CudaMoELayer(CpuMoELayer):
     device       of the tensors and of this rank's GPU (default: the current one)
     segments     batches of tokens whose tasks run one after the other (default 1)
     row_block    64 or 128 slots (default: chosen by the size of each call)
+    traced       the kernels record what they do (moe_tk.runtime.stamps, docs/trace.md); default MOE_TK_TRACE. Another build, and
+                 more memory than `memory` says
     reserve_sms  multiprocessors that are left to other streams. All blocks of a launch wait for each other, so they must be
                  resident together: a kernel of another stream that holds multiprocessors for longer than timeout_s needs this
     """
@@ -44,7 +47,8 @@ class CudaMoELayer(CpuMoELayer):
                  max_tokens_per_rank: int, mode: str = "ep", pattern: str = "auto", protocol: str = "nvlink",
                  dtype: torch.dtype = torch.bfloat16, activation: str | Activation = "swiglu", swiglu_limit: float | None = None,
                  weight_position: str = "before_l2", timeout_s: float | None = None, segments: int | None = None,
-                 device: torch.device | str | int | None = None, reserve_sms: int = 0, row_block: int | None = None) -> None:
+                 device: torch.device | str | int | None = None, reserve_sms: int = 0, row_block: int | None = None,
+                 traced: bool | None = None) -> None:
         self.group = resolve_group(group)
         with self.group.local_step("MoELayer", timeout_s=env("MOE_TK_TIMEOUT_S")):
             check_layer_sizes(world=self.group.world, rank=self.group.rank, num_experts=num_experts, top_k=top_k,
@@ -66,7 +70,7 @@ class CudaMoELayer(CpuMoELayer):
             self._calls = NvlinkLayer(self.group, geometry, device=self.device, activation=self.activation,
                                       weights_before_l2=weight_position == "before_l2", timeout_s=self.timeout_s,
                                       segments=segments, row_block=row_block, reserve_sms=reserve_sms,
-                                      pattern=pattern)
+                                      pattern=pattern, traced=env("MOE_TK_TRACE") if traced is None else traced)
         self.session = self._calls.session
         self.ordinal = self.session.add_layer()
         self._signature = signature_of("moe_layer", "nvlink", geometry.shared_key(), self.ordinal, weight_position, self.activation)
@@ -141,8 +145,10 @@ class CudaMoELayer(CpuMoELayer):
         with self.session.one_call("moe_layer", self.timeout_s), torch.cuda.device(self.device):
             try:
                 hidden, ids, weights, out = self._check_arguments(hidden_states, topk_ids, topk_weights, out)
-            except Exception:  # whatever keeps this rank from taking part, the others must hear of it
-                self._calls.refuse(self._signature)
+            except Exception as error:  # whatever keeps this rank from taking part, the others must hear of it
+                too_many = hidden_states.shape[0] if isinstance(error, CapacityError) else 0
+                self._calls.refuse(self._signature, num_tokens=too_many)
+                self.session.forget_verdict()
                 raise
             self._calls.forward(hidden, ids, weights, out, signature=self._signature)
         return out
@@ -160,7 +166,7 @@ class CudaMoELayer(CpuMoELayer):
                               layout="[T, H]", device=self.device)
         tokens = hidden.shape[0]
         if tokens > self.max_tokens_per_rank:
-            raise ArgumentError(f"hidden_states has {tokens} tokens, more than max_tokens_per_rank={self.max_tokens_per_rank}")
+            raise too_many_tokens("moe_layer", self.group.rank, tokens, self.max_tokens_per_rank)
         ids, weights = check_routing_tensors(topk_ids, topk_weights, num_tokens=tokens, top_k=self.top_k, device=self.device)
         if out is None:
             out = torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.device)

@@ -12,19 +12,24 @@ from moe_tk.runtime.native_root import native_modules
 
 NAME = "moe_tk_nvlink"
 ARCH = "90a"
-_module: ModuleType | None = None
+TRACED_FLAGS = ("-DMOE_TK_TRACE",)
+TRACED_SOURCES = ("tk_kernels/nvlink/clock_sync.cu",)
+_modules: dict[bool, ModuleType] = {}
 
 
-def nvlink_module() -> ModuleType:
-    """The module; raises BuildError when it can be neither found in the cache nor built."""
-    global _module
-    if _module is None:
+def nvlink_module(traced: bool = False) -> ModuleType:
+    """The module; raises BuildError when it can be neither found in the cache nor built.
+
+    traced  a second build of the same sources, whose kernels record what they do (moe_tk.runtime.stamps)
+    """
+    if traced not in _modules:
         sources = next(module.sources for module in native_modules() if module.name == NAME)
-        module = load_module(build_cuda_module(NAME, sources, arch=ARCH), NAME)
+        name, more, flags = (f"{NAME}_traced", TRACED_SOURCES, TRACED_FLAGS) if traced else (NAME, (), ())
+        module = load_module(build_cuda_module(name, (*sources, *more), arch=ARCH, extra_flags=flags), name)
         have = (module.CONTROL_BYTES, module.FLAG_LINE_BYTES, module.MAX_GROUPS, module.MAX_COL_GROUPS, module.SCRATCH_INTS,
                 tuple(variant["row_block"] for variant in module.variants()))
         want = (CONTROL_BYTES, FLAG_LINE_BYTES, MAX_GROUPS, MAX_COL_GROUPS, SCRATCH_INTS, ROW_BLOCKS)
         if have != want:
             raise BuildError(f"{module.__file__} has sizes {have}, this package expects {want}: clear the module cache")
-        _module = module
-    return _module
+        _modules[traced] = module
+    return _modules[traced]

@@ -65,20 +65,21 @@ class NvlinkLayer:
 
     def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, activation: Activation,
                  weights_before_l2: bool, timeout_s: float, segments: int | None = None, row_block: int | None = None,
-                 reserve_sms: int = 0, pattern: str = "auto", passes: int | None = None) -> None:
+                 reserve_sms: int = 0, pattern: str = "auto", passes: int | None = None, traced: bool = False) -> None:
         """A collective. pattern "auto" = chosen by the size of each call, and may differ from rank to rank: ranks show each other
         the same things in both. row_block None = chosen by the size of each call; segments None = 1: measured on two H200, the
         padding of more segments cost more time in the GEMMs than the earlier return of the results saved."""
         self.geometry, self.device, self.timeout_s = geometry, device, timeout_s
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
         self.segments, self.row_block, self.pattern, self.passes = segments, row_block, pattern, passes
-        self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms)
+        self.mover_blocks = 0  # blocks whose mover warp moves rows in GEMM 1; 0: all, which is right except to see what they cost
+        self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms, traced=traced)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
         self.machine = machine_of(torch.cuda.get_device_name(device), self.session.num_sms)
         self._choices: dict[int, Choice] = {}                 # by number of tokens
         self._plain_fields: dict[int, dict[str, int]] = {}
-        self._tile_index = {tile["name"]: index for index, tile in enumerate(nvlink_module().plain_tiles())}
+        self._tile_index = {tile["name"]: index for index, tile in enumerate(nvlink_module(traced).plain_tiles())}
 
     def load_weights(self, w13: Tensor, w2: Tensor) -> None:
         """This rank's w13 [E_local, 2I, H], w2 [E_local, H, I] on the layer's device; kept in the engine's layout (a copy)."""
@@ -144,9 +145,10 @@ class NvlinkLayer:
                 "gemm2_tile": self._tile_index[second.name], "gemm2_policy": second.weights_policy}
         return self._plain_fields[num_tokens]
 
-    def refuse(self, signature: int) -> None:
-        """Tells the other ranks that this one does not make the call; they get PeerRefused."""
-        self.session.run(self._fields(0, 1, signature), stages=OPEN, timeout_s=self.timeout_s)
+    def refuse(self, signature: int, *, num_tokens: int = 0) -> None:
+        """Tells the other ranks that this one does not make the call; they get PeerRefused, or CapacityError when num_tokens are
+        more than the buffers hold."""
+        self.session.run({**self._fields(0, 1, signature), "num_tokens": num_tokens}, stages=OPEN, timeout_s=self.timeout_s)
 
     def _fields(self, variant: int, segments: int, signature: int, hidden: Tensor | None = None, ids: Tensor | None = None,
                 weights: Tensor | None = None, out: Tensor | None = None) -> dict[str, Any]:
@@ -159,4 +161,5 @@ class NvlinkLayer:
                 "ids_are_64": ids is not None and ids.dtype == torch.int64,
                 "weights_are_bf16": weights is not None and weights.dtype == torch.bfloat16, "variant": variant,
                 "segments": segments, "passes": self.passes or DEFAULT_PASSES, "weights_before_l2": self.weights_before_l2,
-                "alpha": self.activation.alpha, "beta": self.activation.beta, "limit": self.limit, **NOT_PLAIN}
+                "alpha": self.activation.alpha, "beta": self.activation.beta, "limit": self.limit,
+                "mover_blocks": self.mover_blocks, **NOT_PLAIN}

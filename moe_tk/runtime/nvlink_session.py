@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,7 @@ from moe_tk.memory.nvlink_layout import OPEN_CLUSTER, NvlinkGeometry
 from moe_tk.runtime.faults import error_from, readable
 from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.records import write_records
+from moe_tk.runtime.stamps import StampBuffer
 from moe_tk.runtime.watch import LivenessWatch
 
 RECORD_GRACE_S = 0.3  # how long to wait for the other ranks' records before the error is written
@@ -34,6 +36,17 @@ REFUSED, DISAGREE, CAPACITY = 1, 2, 3  # nvlink::void_reason
 OPEN, GATHER, SCATTER, PULL, GEMM1, GEMM2, COMBINE = (1 << bit for bit in range(7))  # nvlink::stage_bit
 STAGES = {"two_kernel": OPEN | GATHER | SCATTER, "serial": OPEN | PULL | GEMM1 | GEMM2 | COMBINE}  # of a call, by pattern
 _live: weakref.WeakSet[NvlinkSession] = weakref.WeakSet()
+
+
+def too_many_tokens(op: str, rank: int, num_tokens: int, limit: int) -> CapacityError:
+    """What all ranks raise when a rank has more tokens than the buffers hold."""
+    return CapacityError(f"{op}: rank {rank} had {num_tokens} tokens, more than max_tokens_per_rank={limit}. Nothing was "
+                         f"computed; make the layer with max_tokens_per_rank >= {num_tokens}.")
+
+
+def note_lost(mail: Any, rank: int) -> None:
+    """Tells the kernels, by the mailbox (int32), that the process of a rank is gone."""
+    mail[LOST_LOW + rank // 32] |= 1 << rank % 32 if rank % 32 < 31 else -(1 << 31)
 
 
 def usable_sms(sms: int, reserve_sms: int) -> int:
@@ -49,8 +62,9 @@ class NvlinkSession:
     """Calls on one workspace: one at a time, in the same order on all ranks, every wait bounded."""
 
     def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, generation: int, reserve_sms: int,
-                 timeout_s: float) -> None:
-        """A collective. timeout_s bounds the set-up; calls have their own limit. reserve_sms are left to other streams."""
+                 timeout_s: float, traced: bool = False) -> None:
+        """A collective. timeout_s bounds the set-up; calls have their own limit. reserve_sms are left to other streams. traced: the
+        kernels record what they do in `stamps`, which is None otherwise."""
         self.group, self.geometry, self.device, self.generation = group, geometry, device, generation
         self.poisoned: str | None = None
         self.num_layers = 0
@@ -58,10 +72,15 @@ class NvlinkSession:
         self._lock = threading.Lock()
         with torch.cuda.device(device):
             self.workspace = NvlinkWorkspace(group, geometry, device=device, generation=generation, timeout_s=timeout_s)
-            self.num_sms = usable_sms(torch.cuda.get_device_properties(device).multi_processor_count, reserve_sms)
-            self.native = nvlink_module().Workspace(self.workspace.fields(self.num_sms))
+            with group.local_step("workspace: native part", timeout_s=timeout_s):
+                self.num_sms = usable_sms(torch.cuda.get_device_properties(device).multi_processor_count, reserve_sms)
+                module, fields = nvlink_module(traced), self.workspace.fields(self.num_sms)
+            self.stamps = StampBuffer(group, module, device=device, num_sms=self.num_sms, timeout_s=timeout_s) if traced else None
+            with group.local_step("workspace: launches", timeout_s=timeout_s):
+                self.native = module.Workspace({**fields, **self.stamps.fields()} if self.stamps else fields)
         self._mail = self.workspace.mailbox.numpy()
-        self.watch = LivenessWatch(group, self._note_lost, timeout_s=timeout_s)
+        # Not a method: the watch's thread would keep this session, and its memory, for ever.
+        self.watch = LivenessWatch(group, partial(note_lost, self._mail), timeout_s=timeout_s)
         group.gather(None, timeout_s=timeout_s, step="workspace: all ranks are ready")  # kernels are loaded everywhere
         _live.add(self)
 
@@ -69,9 +88,6 @@ class NvlinkSession:
         """Ordinal of a new layer on this session; layers are made in the same order on all ranks."""
         self.num_layers += 1
         return self.num_layers
-
-    def _note_lost(self, rank: int) -> None:
-        self._mail[LOST_LOW + rank // 32] |= 1 << rank % 32 if rank % 32 < 31 else -(1 << 31)
 
     @contextmanager
     def one_call(self, op: str, timeout_s: float) -> Iterator[None]:
@@ -111,16 +127,23 @@ class NvlinkSession:
         if reason == 0:
             return
         self._mail[VOID_REASON] = 0
-        if reason == REFUSED and rank != self.group.rank:
+        if reason == REFUSED and rank == self.group.rank:
+            return  # it has raised then
+        if reason == CAPACITY or reason == REFUSED and value > self.geometry.max_tokens:
+            raise too_many_tokens(op, rank, value, self.geometry.max_tokens)
+        if reason == REFUSED:
             raise PeerRefused(f"{op}: rank {rank} refused an earlier call (its own exception says why). Nothing was computed; all "
                               "ranks may go on.")
-        if reason == CAPACITY:
-            limit = self.geometry.max_tokens
-            raise CapacityError(f"{op}: in an earlier call rank {rank} had {value} tokens, more than max_tokens_per_rank={limit}. "
-                                f"Nothing was computed; make the layer with max_tokens_per_rank >= {value}.")
         if reason == DISAGREE:
             raise MoETkError(f"{op}: ranks disagreed about an earlier call: rank {rank} made another one than rank 0. All ranks "
                              "must make the same calls with the same shapes in the same order. Nothing was computed.")
+
+    def forget_verdict(self) -> None:
+        """For a rank that refuses a call and raises: waits for that call, so that what all ranks found about it (perhaps that
+        another rank refused it too) is not raised once more by the next one. Bounded; does nothing in a capture."""
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self.device).synchronize()
+            self._mail[VOID_REASON] = 0
 
     def synchronize(self, op: str, timeout_s: float) -> None:
         """Waits for the current stream of the device and raises what its calls failed with. Bounded, since all waits are."""
@@ -174,16 +197,18 @@ class NvlinkSessionCache:
         self._sessions: weakref.WeakValueDictionary[tuple, NvlinkSession] = weakref.WeakValueDictionary()
         self._generation: dict[tuple, int] = {}
 
-    def get(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, reserve_sms: int) -> NvlinkSession:
+    def get(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, reserve_sms: int,
+            traced: bool = False) -> NvlinkSession:
         """The session of (group, geometry, device), made if any rank has none. A collective: all ranks ask together."""
         timeout_s = env("MOE_TK_FIRST_CALL_TIMEOUT_S")
         identity = (group.name, id(group.process_group))
-        key = (*identity, geometry, device, reserve_sms)
+        key = (*identity, geometry, device, reserve_sms, traced)
         session = self._sessions.get(key)
         usable = session is not None and session.poisoned is None
-        nvlink_module()  # built before ranks wait for each other, so that nobody times out on a compiler
+        with group.local_step("workspace: native module", timeout_s=timeout_s):
+            nvlink_module(traced)  # built before ranks wait for each other, so that nobody times out on a compiler
         offer = {"have": session.generation if usable else 0, "last": self._generation.get(identity, 0),
-                 "key": geometry.shared_key(), "geometry": str(geometry)}
+                 "key": (geometry.shared_key(), traced), "geometry": f"{geometry}{', traced' * traced}"}
         offers = group.gather(offer, timeout_s=timeout_s, step="workspace: agree on one")
         for rank, other in enumerate(offers):
             if other["key"] != offers[0]["key"]:
@@ -193,7 +218,8 @@ class NvlinkSessionCache:
         if usable and all(other["have"] == offer["have"] for other in offers):
             return session
         self._generation[identity] = generation
-        session = NvlinkSession(group, geometry, device=device, generation=generation, reserve_sms=reserve_sms, timeout_s=timeout_s)
+        session = NvlinkSession(group, geometry, device=device, generation=generation, reserve_sms=reserve_sms, timeout_s=timeout_s,
+                                traced=traced)
         weakref.finalize(session, session.watch.close)
         self._sessions[key] = session
         return session

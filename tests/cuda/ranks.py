@@ -17,6 +17,18 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
+def run_check(rank: int, world: int, names: str) -> None:
+    """A job of the pools of tests/ranks.py, for ranks that stay up between tests: names as in run_ranks, the current device."""
+    import torch
+
+    from tests.cuda import checks
+
+    ranks = checks.Ranks(rank, world, torch.device("cuda", torch.cuda.current_device()))
+    for name in names.split(","):
+        module, _, function = name.rpartition(":")
+        getattr(importlib.import_module(f"tests.cuda.{module or 'checks'}"), function)(ranks)
+
+
 def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))

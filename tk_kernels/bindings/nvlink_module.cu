@@ -11,6 +11,12 @@
 #include "../nvlink/layer.cuh"
 #include "../patterns/grouped_gemm.cuh"
 #include "fields.hpp"
+#ifdef MOE_TK_TRACE
+#include "../nvlink/clock_sync.cuh"
+#define MODULE_NAME moe_tk_nvlink_traced
+#else
+#define MODULE_NAME moe_tk_nvlink
+#endif
 
 namespace py = pybind11;
 using namespace moe_tk;
@@ -61,6 +67,10 @@ nvlink::workspace_view read_workspace(const py::dict &values) {
     w.num_experts = f.get<int>("num_experts"), w.first_expert = f.get<int>("first_expert"), w.num_local = f.get<int>("num_local");
     w.tensor_parallel = f.get<bool>("tensor_parallel"), w.max_slots = f.get<int>("max_slots"), w.max_blocks = f.get<int>("max_blocks");
     w.intermediate = f.get<int>("intermediate"), w.num_sms = f.get<int>("num_sms");
+#ifdef MOE_TK_TRACE
+    w.call.stamps = {.headers = f.pointer<stamp_header>("stamp_headers"), .records = f.pointer<stamp_record>("stamp_records"),
+                     .blocks = f.get<uint32_t>("stamp_blocks"), .capacity = f.get<uint32_t>("stamp_capacity")};
+#endif
     f.done();
     return w;
 }
@@ -105,8 +115,8 @@ class workspace {
             .weights_are_bf16 = f.get<bool>("weights_are_bf16"), .variant = f.get<int>("variant"), .segments = f.get<int>("segments"),
             .passes = f.get<int>("passes"),
             .weights_before_l2 = f.get<bool>("weights_before_l2"), .alpha = f.get<float>("alpha"), .beta = f.get<float>("beta"),
-            .limit = f.get<float>("limit"), .gemm1 = read_plain(f, "gemm1_tile", "gemm1_policy"),
-            .gemm2 = read_plain(f, "gemm2_tile", "gemm2_policy")};
+            .limit = f.get<float>("limit"), .mover_blocks = f.get<int>("mover_blocks"),
+            .gemm1 = read_plain(f, "gemm1_tile", "gemm1_policy"), .gemm2 = read_plain(f, "gemm2_tile", "gemm2_policy")};
         f.done();
         check_tiles(call, stages);
         if (call.passes < 1 || call.passes > nvlink::MAX_COL_GROUPS)
@@ -114,6 +124,7 @@ class workspace {
         nvlink::workspace_view w = w_;
         w.call.timeout_ns = uint64_t(timeout_s * 1e9);
         const auto s = reinterpret_cast<cudaStream_t>(static_cast<uintptr_t>(stream));
+        forget_stamps(stages, s);
         if (stages & nvlink::STAGE_OPEN) nvlink::launch_open_call(w, call, s);
         if (stages & nvlink::STAGE_GATHER) nvlink::fused_variants[call.variant].gather(w, call, stages & nvlink::STAGE_OPEN, s);
         if (stages & nvlink::STAGE_SCATTER) nvlink::fused_variants[call.variant].scatter(w, call, stages & nvlink::STAGE_GATHER, s);
@@ -124,6 +135,15 @@ class workspace {
     }
 
   private:
+    // A traced call starts with empty headers: not every block of the call before takes part in this one.
+    void forget_stamps([[maybe_unused]] int stages, [[maybe_unused]] cudaStream_t stream) const {
+#ifdef MOE_TK_TRACE
+        const stamp_buffer &b = w_.call.stamps;
+        if (stages & nvlink::STAGE_OPEN)
+            cudaMemsetAsync(b.headers, 0, sizeof(stamp_header) * STAMP_KERNELS * STAMP_WRITERS * b.blocks, stream);
+#endif
+    }
+
     nvlink::workspace_view w_;
 };
 
@@ -152,7 +172,7 @@ py::list list_plain_tiles() {
 
 }  // namespace
 
-PYBIND11_MODULE(moe_tk_nvlink, m) {
+PYBIND11_MODULE(MODULE_NAME, m) {
     m.doc() = "The fused MoE layer over NVLink; device pointers and streams are integers";
     m.attr("CONTROL_BYTES") = sizeof(protocol::control_block);
     m.attr("MAILBOX_BYTES") = sizeof(nvlink::mailbox);
@@ -162,7 +182,17 @@ PYBIND11_MODULE(moe_tk_nvlink, m) {
     m.attr("SCRATCH_INTS") = nvlink::SCRATCH_INTS;
     m.def("variants", &list_variants, "The compiled pairs of fused GEMMs, by index");
     m.def("plain_tiles", &list_plain_tiles, "The tiles of the serial pattern's GEMMs, by index");
-    py::class_<workspace>(m, "Workspace")
+    py::class_<workspace>(m, "Workspace", py::module_local())  // a traced module may be loaded as well
         .def(py::init<const py::dict &>(), py::arg("fields"))
         .def("run", &workspace::run, py::arg("call"), py::kw_only(), py::arg("stages"), py::arg("timeout_s"), py::arg("stream"));
+#ifdef MOE_TK_TRACE
+    m.attr("STAMP_KINDS") = int(stamp_kind::reduce) + 1;
+    m.attr("STAMP_KERNELS") = STAMP_KERNELS;
+    m.attr("STAMP_WRITERS") = STAMP_WRITERS;
+    m.def("clock_sync", [](uintptr_t mine, uintptr_t theirs, bool asks, uint32_t first_round, int rounds, uintptr_t samples, uint64_t stream) {
+        nvlink::launch_clock_sync(reinterpret_cast<nvlink::clock_words *>(mine), reinterpret_cast<nvlink::clock_words *>(theirs), asks,
+                                  first_round, rounds, reinterpret_cast<uint64_t *>(samples), reinterpret_cast<cudaStream_t>(stream));
+    }, py::arg("mine"), py::arg("theirs"), py::kw_only(), py::arg("asks"), py::arg("first_round"), py::arg("rounds"),
+       py::arg("samples"), py::arg("stream"));
+#endif
 }

@@ -4,6 +4,7 @@
 
 #include <limits>
 
+#include "../platform/stamps.cuh"
 #include "gemm_config.cuh"
 #include "tile_task.cuh"
 
@@ -52,6 +53,9 @@ template <class Cfg, class Out> struct gemm_shared {
     sv_fl<Cfg::SCALED ? Cfg::BLOCK_M : 4> token_scales[Cfg::SCALED ? Cfg::STAGES : 1];
     semaphore inputs_arrived[Cfg::STAGES], inputs_finished[Cfg::STAGES];
     semaphore outputs_arrived[Cfg::CONSUMER_WGS][Cfg::OUT_STAGES], outputs_finished[Cfg::CONSUMER_WGS][Cfg::OUT_STAGES];
+#ifdef MOE_TK_TRACE
+    stamp_room stamps;  // last
+#endif
 };
 
 // Dynamic shared memory of a launch.
@@ -154,7 +158,9 @@ __device__ void load_tasks(const G &g, Shared &s, int rank, int num_k_blocks) {
                     wait(s.inputs_finished[at.stage], at.phase ^ 1);
                     load_stage<Cfg, OPERAND_B>(g, s, at.stage, w, rank, k, num_panels, a_slabs);
                 }
+                stamp_lap(stamp_kind::load_ahead, stamp_tile(w.task));
                 Gate::wait(g.gate, w.task);
+                stamp_lap(stamp_kind::gate, stamp_tile(w.task));
                 for (int i = 0; i < k; ++i, first.advance()) load_stage<Cfg, OPERAND_A>(g, s, first.stage, w, rank, i, num_panels, a_slabs);
             }
             open = false;
@@ -165,6 +171,7 @@ __device__ void load_tasks(const G &g, Shared &s, int rank, int num_k_blocks) {
             if constexpr (!Gate::NOOP)
                 if (k == num_k_blocks / 2 && more) open = Gate::ready(g.gate, next.task);
         }
+        stamp_lap(stamp_kind::load, stamp_tile(w.task));
     });
 }
 
@@ -299,11 +306,17 @@ __device__ void consume_tasks(const G &g, Shared &s, int rank, int num_k_blocks,
     ring_position<Cfg::STAGES> in;
     ring_position<Cfg::OUT_STAGES> out;
     for_each_task<Cfg::CLUSTER>(g.tasks, Cfg::BLOCK_M, rank, [&](const cluster_work &w) {
-        if (!has_rows<Cfg>(w, wg)) return skip<Cfg>(s, in, num_k_blocks);
+        stamp_arrival_group(stamp_kind::input_wait, s.inputs_arrived[in.stage], in.phase, stamp_tile(w.task));
+        if (!has_rows<Cfg>(w, wg)) {
+            skip<Cfg>(s, in, num_k_blocks);
+            return stamp_lap_group(stamp_kind::skip, stamp_tile(w.task));
+        }
         rt_fl<16, Cfg::WG_COLS> acc;
         if constexpr (Cfg::SCALED) multiply_scaled<Cfg>(g, s, in, num_k_blocks, wg, w.task, acc);
         else multiply<Cfg>(s, in, num_k_blocks, wg, acc);
+        stamp_lap_group(stamp_kind::multiply, stamp_tile(w.task));
         emit_chunks<Cfg, Epilogue>(g.epilogue, s, out, w.task, wg, acc);
+        stamp_lap_group(stamp_kind::emit, stamp_tile(w.task));
     });
 }
 
@@ -350,7 +363,11 @@ __device__ void store_tasks(const G &g, Shared &s, int rank, int wg) {
     ring_position<Cfg::OUT_STAGES> at;
     for_each_task<Cfg::CLUSTER>(g.tasks, Cfg::BLOCK_M, rank, [&](const cluster_work &w) {
         if (has_rows<Cfg>(w, wg)) {
-            if (leader) store_tile<Cfg, Epilogue>(g, s, at, w.task, wg);
+            if (leader) {
+                stamp_arrival(stamp_kind::output_wait, s.outputs_arrived[wg][at.stage], at.phase, stamp_tile(w.task));
+                store_tile<Cfg, Epilogue>(g, s, at, w.task, wg);
+                stamp_lap(stamp_kind::store, stamp_tile(w.task));
+            }
 #pragma unroll
             for (int c = 0; c < CHUNKS; ++c) at.advance();
         }
@@ -360,6 +377,7 @@ __device__ void store_tasks(const G &g, Shared &s, int rank, int wg) {
             __syncwarp();
             named_barrier_sync(BAR_STORERS, Cfg::CONSUMER_WGS * WARP_THREADS);
             if (wg == 0 && leader) Push::publish(g.push, w.task);
+            if (leader) stamp_lap(stamp_kind::push, stamp_tile(w.task));
             __syncwarp();
         }
     });

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "../platform/stamps.cuh"
 #include "../protocol/control.hpp"
 
 namespace moe_tk::nvlink {
@@ -54,6 +55,9 @@ struct call_view {
     const uint32_t *epoch_ptr; // local: number of the last finished or current call
     uint64_t timeout_ns;
     int world, rank, max_tokens, top_k, hidden, job_chunk, job_chunks;
+#ifdef MOE_TK_TRACE
+    stamp_buffer stamps;
+#endif
 
     template <class T> __device__ T *region(int owner, int64_t offset) const { return reinterpret_cast<T *>(base[owner] + offset); }
     __device__ protocol::control_block *control(int owner) const { return region<protocol::control_block>(owner, at.control); }

@@ -136,6 +136,7 @@ __device__ __forceinline__ bool combine_jobs(const call_view &c, const combine_p
                             {phase_id::combine, role_id::combine, block, c.rank});
     }
     if (!__all_sync(0xffffffff, ok)) return false;
+    stamp_lap_warp(stamp_kind::combine_wait, stamp_batch(group, first));
     if (job < jobs && choice == k - 1) mine.to = c.plane<bf16>(source, c.rank, token);
     sum_rows<BATCH>(mine, slice_of(p, c.hidden, group, item % cut.slices, cut.slices));
     // ORDER chunk_combined: the lanes' stores, fence.sys, the election's acq_rel, then the last one's st.release.sys;
@@ -150,6 +151,7 @@ __device__ __forceinline__ bool combine_jobs(const call_view &c, const combine_p
             store_release_sys(c.combined(source, c.rank, chunk, group), epoch);
         }
     }
+    stamp_lap_warp(stamp_kind::combine, stamp_batch(group, first));
     return true;
 }
 
@@ -181,8 +183,10 @@ __device__ __forceinline__ void reduce_tokens(const call_view &c, const combine_
         if (computed) report_told(c);
         return;
     }
+    stamp_lap_warp(stamp_kind::reduce_wait, stamp_batch(group, first));
     if (real && from == c.world - 1) mine.to = p.out + int64_t(token) * c.hidden;
     sum_rows<BATCH>(mine, columns);
+    stamp_lap_warp(stamp_kind::reduce, stamp_batch(group, first));
 }
 
 // All work in one list, dispensed so that any number of warps helps: the jobs group by group, and the own tokens of each group

@@ -58,6 +58,7 @@ __device__ __forceinline__ void export_rows(const open_globals &g, uint32_t epoc
         send_row(g, token, ranks & ~(1u << c.rank));
     }
     __syncthreads();
+    stamp_lap_block(stamp_kind::open_export);
     if (threadIdx.x != 0) return;
     fence_sys();
     if (fetch_inc_wrap_acq_rel_gpu(g.copies_done, num_blocks - 1) != uint32_t(num_blocks - 1)) return;

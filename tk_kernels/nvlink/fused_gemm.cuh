@@ -22,6 +22,9 @@ template <class Base> struct fused_config : Base {
 template <class Cfg> struct gather_shared {
     gemm_shared<Cfg, bf16> gemm;
     pull_shared pull;
+#ifdef MOE_TK_TRACE
+    stamp_room stamps;  // last
+#endif
 };
 template <class Cfg> constexpr int gather_shared_bytes() {
     static_assert(sizeof(gather_shared<Cfg>) <= kittens::MAX_SHARED_MEMORY, "stages, outputs and the mover's ring exceed shared memory");
@@ -38,6 +41,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
     auto &s = *reinterpret_cast<gather_shared<Cfg> *>(dynamic_shared);
     const int warp = kittens::warpid(), rank = Cfg::CLUSTER == 1 ? 0 : kittens::cluster_ctarank();
     const int num_k_blocks = kittens::ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
+    stamps_begin(g.gate.call, stamp_kernel::gather_gemm);
     if (threadIdx.x == 0) {
         init_pull(s.pull);
         init_semaphores<Cfg>(s.gemm);
@@ -45,6 +49,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
     else __syncthreads();
     kittens::wait_prerequisite_grids();    // the tables
+    stamp_lap_warp(stamp_kind::launch_wait, 0);
     kittens::launch_dependent_grids();     // gemm_scatter takes over each multiprocessor as it becomes free
     if (warp >= Cfg::CONSUMER_WARPS) {
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
@@ -53,7 +58,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
             if (kittens::elect_one()) load_tasks<Cfg, arrival_gate>(g, s.gemm, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
             store_tasks<Cfg, Epilogue, count_push>(g, s.gemm, rank, role - 1);
-        } else if (role == 3) {
+        } else if (role == 3 && blockIdx.x < p.mover_blocks) {
             row_puller(g.gate.call, p, s.pull).run();
         }
     } else {
@@ -79,6 +84,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
     auto &s = *reinterpret_cast<gemm_shared<Cfg, bf16> *>(dynamic_shared);
     const int warp = kittens::warpid(), rank = Cfg::CLUSTER == 1 ? 0 : kittens::cluster_ctarank();
     const int num_k_blocks = kittens::ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
+    stamps_begin(c, stamp_kernel::gemm_scatter);
     if (threadIdx.x == 0) init_semaphores<Cfg>(s);
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
     else __syncthreads();
@@ -91,13 +97,17 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
             store_tasks<Cfg, plain_epilogue, group_push>(g, s, rank, role - 1);
         }
         __syncwarp();
+        stamp_restart();
         kittens::wait_prerequisite_grids();
+        stamp_lap_warp(stamp_kind::launch_wait, 0);
         combine_and_reduce<4>(c, p);
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
         consume_tasks<Cfg, plain_epilogue>(g, s, rank, num_k_blocks, kittens::warpgroup::groupid());
         __syncwarp();
+        stamp_restart();
         kittens::wait_prerequisite_grids();
+        stamp_lap_warp(stamp_kind::launch_wait, 0);
         combine_and_reduce<8>(c, p);
     }
     if constexpr (Cfg::CLUSTER > 1) {

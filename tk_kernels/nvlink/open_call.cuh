@@ -18,22 +18,32 @@ __device__ __forceinline__ void exchange_and_build(const open_globals &g, uint32
     const int groups = g.segments * g.num_local;
     const uint32_t parity = epoch & 1;
     zero_counters(g, me);
+    stamp_lap_block(stamp_kind::open_zero);
     send_routing(g, me, epoch);
+    stamp_lap_block(stamp_kind::open_send);
     await_headers(g, me, epoch, s);
+    stamp_lap_block(stamp_kind::open_headers);
     count_pairs(g, me, s, groups, parity);
+    stamp_lap_block(stamp_kind::open_count);
     place_groups(g, me, s, groups);
     write_groups(g, me, s, groups);
+    stamp_lap_block(stamp_kind::open_groups);
     place_pairs(g, me, s, groups, parity);
+    stamp_lap_block(stamp_kind::open_pairs);
     mark_tokens(g, me, s);
     cluster_barrier();
+    stamp_lap_block(stamp_kind::open_marks);
     write_tasks(g, me, s, g.col_blocks1, 1, g.tables.tasks1);
     write_tasks(g, me, s, g.col_blocks2, g.passes, g.tables.tasks2);
+    stamp_lap_block(stamp_kind::open_tasks);
     write_orders(g, me, s, groups);
+    stamp_lap_block(stamp_kind::open_orders);
 }
 
 __global__ __cluster_dims__(OPEN_CLUSTER, 1, 1) __launch_bounds__(OPEN_THREADS, 1) void open_call(
     const __grid_constant__ open_globals g) {
     extern __shared__ __align__(16) uint8_t dynamic_shared[];
+    stamps_begin(g.call, stamp_kernel::open_call);
     kittens::launch_dependent_grids();  // gather_gemm starts where there is room, and waits for this grid's end
     const uint32_t epoch = *g.call.epoch_ptr + 1;
     if (blockIdx.x < OPEN_CLUSTER) exchange_and_build(g, epoch, *reinterpret_cast<open_shared *>(dynamic_shared));

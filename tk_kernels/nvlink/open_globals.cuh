@@ -46,7 +46,13 @@ struct open_shared {
     int warp_sum[2][OPEN_WARPS];
     uint32_t histogram[];  // [OPEN_WARPS, groups]
 };
-inline int open_shared_bytes(int groups) { return int(sizeof(open_shared)) + OPEN_WARPS * groups * 4; }
+inline int open_shared_bytes(int groups) {
+    const int bytes = int(sizeof(open_shared)) + OPEN_WARPS * groups * 4;
+#ifdef MOE_TK_TRACE
+    return (bytes + 15) / 16 * 16 + int(sizeof(stamp_room));
+#endif
+    return bytes;
+}
 
 struct build_place {  // where a thread stands in cluster 0
     int block, warp, lane, thread, global_warp, global_thread;

@@ -57,6 +57,7 @@ __device__ __forceinline__ void place_first_rows(const call_view &c, const pull_
         const bf16 *from = sources.find(row);
         if (from == nullptr) return;
         place_row(c, p, from, row);
+        stamp_lap_warp(stamp_kind::move, row);
     }
 }
 

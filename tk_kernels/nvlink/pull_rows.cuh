@@ -18,6 +18,7 @@ struct pull_params {
     const int *counts, *delivery_order, *slots;
     uint32_t *arrived, *next_row;
     int row_block, col_blocks;  // of GEMM 1
+    unsigned mover_blocks;      // blocks whose mover moves rows, at least 1: rows are dispensed, so any number moves them all
 };
 
 // A ring of pieces of rows. LOADS pieces are on their way in; the others are on their way out.
@@ -54,8 +55,10 @@ class row_sources {
                 ok = spin_until(c_.rows_posted(c_.rank, source), *c_.epoch_ptr, c_, {phase_id::dispatch, role_id::place, token, source});
                 kittens::fence_proxy_async();
             }
+            __syncwarp();  // what lane 0 has acquired holds for all lanes
             if (!__shfl_sync(0xffffffff, int(ok), 0)) return nullptr;
             ready_ |= 1u << source;
+            stamp_lap_warp(stamp_kind::source_wait, source);
         }
         return c_.row<const bf16>(c_.rank, source, token);
     }
@@ -91,10 +94,12 @@ class row_puller {
                 if (lane_ == 0) load(loaded, from, part);
                 if (loaded >= S::LOADS) store(loaded - S::LOADS);
             }
+            stamp_lap_warp(stamp_kind::move, row);
         }
         for (int piece = max(0, loaded - S::LOADS); piece < loaded; ++piece) store(piece);
         kittens::tma::store_async_wait<0>();
         for (int piece = max(0, loaded - S::PIECES); piece < loaded; ++piece) retire(piece);
+        stamp_lap_warp(stamp_kind::drain, number);
     }
 
   private:
@@ -123,6 +128,7 @@ class row_puller {
         if (piece % per_row_ != per_row_ - 1) return;
         const int slot = s_.slot_of[piece / per_row_ % S::ROWS][lane_];
         if (slot >= 0) add_release_gpu(p_.arrived + slot / p_.row_block, 1u);
+        stamp_moment_warp(stamp_kind::placed, piece / per_row_);
     }
 
     const call_view &c_;

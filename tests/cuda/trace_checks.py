@@ -1,0 +1,162 @@
+"""What must hold for the trace of one call: complete, ordered, and in accord with its tables. No GPU needed; the check on GPUs at
+the end does."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from moe_tk.memory.nvlink_layout import MIN_COLUMN_BLOCK
+from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, LOADER, SPARE, STORERS, kind_number
+from moe_tk.trace.model import Laps, RankTrace
+from moe_tk.trace.summary import GATHER, OPEN, OPEN_PHASES, SCATTER
+
+COLUMN_GROUPS = 4      # call.cuh MAX_COL_GROUPS
+TOLERANCE_NS = 2000.0  # a stamp is written a moment after what it tells of; plus a tick of the timer
+
+
+def check_trace(trace: RankTrace, tables: dict[str, np.ndarray], *, row_block: int, top_k: int, tokens: int,
+                columns: int) -> None:
+    """tables: those of TABLES, as the workspace has them. Raises AssertionError."""
+    assert trace.lost == 0
+    slots, _, jobs, tasks1, tasks2 = (int(count) for count in tables["counts"])
+    error = TOLERANCE_NS + trace.clock["timer_period_ns"]
+    gather, scatter = (trace.laps.where(trace.laps.kernel == kernel) for kernel in (GATHER, SCATTER))
+    _check_order(trace.laps)
+    _check_open_call(trace.laps)
+    _check_tiles(gather, tables["tasks1"][:tasks1])
+    _check_tiles(scatter, tables["tasks2"][:tasks2])
+    _check_moves(gather, tables["delivery_order"][:jobs], tables["slot_pair"][:slots] // top_k, row_block, error)
+    _check_loads(scatter, _last_push(gather, column=None), error, "GEMM 2 loaded {:.0f} ns before GEMM 1 had pushed its row block")
+    _check_batches(scatter, "combine", jobs, columns)
+    _check_batches(scatter, "reduce", tokens, columns)
+    _check_jobs(scatter, tables["job_order"][:jobs], tables["slots"].reshape(-1, top_k), row_block, columns, error)
+
+
+def _check_order(laps: Laps) -> None:
+    """No lap of a writer begins before the one before it has ended, and none ends before it begins."""
+    lengths = laps.kind != kind_number("row placed")
+    laps = laps.where(lengths)
+    assert (laps.end >= laps.begin).all()
+    lane = (laps.kernel * 4096 + laps.block) * 16 + laps.writer
+    same = lane[1:] == lane[:-1]
+    assert (laps.begin[1:][same] >= laps.end[:-1][same] - 1.0).all()
+
+
+def _check_open_call(laps: Laps) -> None:
+    mine = laps.where((laps.kernel == OPEN) & (laps.block < BUILD_BLOCKS))
+    for block in range(BUILD_BLOCKS):
+        assert tuple(mine.kind[mine.block == block]) == OPEN_PHASES, f"block {block}"
+
+
+def _check_tiles(laps: Laps, tasks: np.ndarray) -> None:
+    """Each task is loaded, computed or skipped by each consumer warpgroup, stored and pushed, exactly once."""
+    wanted = Counter((tasks[:, 2].astype(np.int64) << 8 | tasks[:, 3]).tolist())
+    assert set(wanted.values()) <= {1}
+
+    def tiles(writer: int, *names: str) -> Counter:
+        chosen = (laps.writer == writer) & np.isin(laps.kind, [kind_number(name) for name in names])
+        return Counter(laps.detail[chosen].tolist())
+
+    assert tiles(LOADER, "load") == wanted
+    assert tiles(LOADER, "gate") == tiles(LOADER, "load weights") <= wanted
+    for consumer, storer in zip(CONSUMERS, STORERS, strict=True):
+        assert tiles(consumer, "multiply", "skip") == wanted
+        assert tiles(consumer, "emit") == tiles(consumer, "multiply") == tiles(storer, "store")
+        assert tiles(storer, "push") == wanted
+    assert tiles(CONSUMERS[0], "multiply") == wanted  # the first rows of a block are never padding
+
+
+def _check_moves(laps: Laps, delivery_order: np.ndarray, row_of_slot: np.ndarray, row_block: int, error: float) -> None:
+    """Each row is moved and placed once, and nothing of a row block is loaded before all its rows are placed."""
+    moves = laps.where(laps.kind == kind_number("move row"))
+    placed = laps.where(laps.kind == kind_number("row placed"))
+    assert Counter(moves.detail.tolist()) == Counter(delivery_order.tolist())
+    placed_at = np.full(int(row_of_slot.max(initial=0)) + 1, -np.inf)
+    placed_at[moves.detail] = moves.end  # consumers place a row before they take the next one
+    moves = moves.where(moves.writer == SPARE)
+    for block in np.unique(moves.block):  # a mover's n-th row is placed as its n-th
+        rows, mine = moves.detail[moves.block == block], placed.where(placed.block == block)
+        assert mine.detail.tolist() == list(range(len(rows)))
+        placed_at[rows] = mine.end
+    ready = np.where(row_of_slot >= 0, placed_at[row_of_slot], -np.inf).reshape(-1, row_block).max(axis=1, initial=-np.inf)
+    _check_loads(laps, ready, error, "GEMM 1 loaded {:.0f} ns before the rows of its row block were placed")
+
+
+def _check_loads(laps: Laps, ready: np.ndarray, error: float, text: str) -> None:
+    """The last part of each task's loads begins after its row block's `ready`."""
+    loads = laps.where(laps.kind == kind_number("load"))
+    early = ready[loads.detail >> 8] - loads.begin
+    assert early.max(initial=-np.inf) <= error, text.format(early.max())
+
+
+def _last_push(laps: Laps, column: tuple[int, int] | None) -> np.ndarray:
+    """[row blocks] when the last tile was pushed; of the columns in a range, if given."""
+    pushed = laps.where((laps.kind == kind_number("push")) & (laps.writer == STORERS[0]))
+    if column is not None:
+        pushed = pushed.where(((pushed.detail & 0xff) >= column[0]) & ((pushed.detail & 0xff) < column[1]))
+    last = np.full(int((laps.detail[laps.kind == kind_number("push")] >> 8).max(initial=0)) + 1, -np.inf)
+    np.maximum.at(last, pushed.detail >> 8, pushed.end)
+    return last
+
+
+def _check_batches(laps: Laps, name: str, entries: int, columns: int) -> None:
+    """Every entry is in one batch, and every batch is done equally often (its slices) in each column group."""
+    details = Counter(laps.detail[laps.kind == kind_number(name)].tolist())
+    firsts = sorted({detail & 0xfffff for detail in details})
+    groups = min(COLUMN_GROUPS, columns) if entries else 0
+    assert {detail >> 20 for detail in details} == set(range(groups))
+    batch = firsts[1] if len(firsts) > 1 else max(1, entries)
+    assert firsts == list(range(0, entries, batch))
+    assert len(details) == len(firsts) * groups and len(set(details.values())) <= 1
+
+
+def _check_jobs(laps: Laps, job_order: np.ndarray, slots: np.ndarray, row_block: int, columns: int, error: float) -> None:
+    """No batch of jobs is taken for ready before the tiles of its rows, in its column group, were pushed."""
+    ready = laps.where(laps.kind == kind_number("wait for jobs"))
+    firsts = ready.detail & 0xfffff
+    if not len(ready):
+        return
+    several = np.unique(firsts)
+    batch = int(several[1]) if len(several) > 1 else len(job_order)
+    groups = min(COLUMN_GROUPS, columns)
+    for group in range(groups):
+        pushed_at = _last_push(laps, (group * columns // groups, (group + 1) * columns // groups))
+        for i in np.flatnonzero(ready.detail >> 20 == group):
+            mine = slots[job_order[firsts[i]:firsts[i] + batch]]
+            early = pushed_at[mine[mine >= 0] // row_block].max() - ready.end[i]
+            assert early <= error, f"jobs {firsts[i]} began {early:.0f} ns before their tiles were pushed"
+
+
+TABLES = ("counts", "tasks1", "tasks2", "slot_pair", "slots", "delivery_order", "job_order")
+
+
+def traced_layer(ranks) -> None:
+    """On every rank: a traced layer is right, and its trace complete and in order."""
+    from moe_tk.trace.clocks import between, offset_of
+    from moe_tk.trace.decode import decode
+    from tests.cuda.checks import BUDGET, Case, Data
+
+    for case in (Case(512, 8, 64, (512, 300), "ep", 128, hidden=2048, inter=768),
+                 Case(512, 4, 16, (512,), "tp", 64, hidden=1024, inter=256),
+                 Case(64, 2, 8, (64, 0), "ep", 64, 2, hidden=256, inter=128)):
+        data, layer = Data(case, ranks), case.layer(ranks, traced=True)
+        data.load(layer)
+        x, ids, weights = args = data.mine()
+        for _ in range(2):
+            ranks.meet()
+            layer.session.workspace.poison()
+            ranks.meet()
+            out = layer(*args)
+            layer.synchronize()
+        assert data.error(out, args) <= BUDGET, f"{case}"
+        assert layer.memory.total == layer.session.workspace.allocated_bytes  # the stamps' memory is not the workspace's
+        trace = decode(*layer.session.stamps.read(), rank=ranks.rank)
+        workspace = layer.session.workspace
+        tables = {name: workspace.local(name).cpu().numpy() for name in TABLES}
+        row_block = (64, 128)[layer._calls.choices(len(x))[0]]
+        check_trace(trace, tables, row_block=row_block, top_k=case.top_k, tokens=len(x),
+                    columns=-(-case.hidden // MIN_COLUMN_BLOCK))
+        for samples in layer.session.stamps.compare_clocks(timeout_s=30).values():
+            assert between(offset_of(samples), None).error_ns < 20_000

@@ -1,0 +1,118 @@
+"""A made-up traced call: stamps as the kernels would write them, for tables of a real schedule, in a world of one rank."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from moe_tk.runtime.stamps import HEADER, KERNELS, RECORD, WRITERS
+from moe_tk.schedule import build_tables, make_routing, task_order
+from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, LOADER, SPARE, STORERS, kind_number
+from moe_tk.trace.summary import GATHER, OPEN, OPEN_PHASES, SCATTER
+
+TOKENS, TOP_K, EXPERTS, ROW_BLOCK, COLUMNS1, COLUMNS2 = 40, 2, 4, 64, 3, 6
+BLOCKS, CAPACITY, GHZ = 18, 64, 1.75
+BEGIN_NS = (7 << 32) - 30_000  # the low half of the timer wraps during the call
+GROUPS = 4
+
+
+@dataclass
+class MadeUp:
+    """Lists of (kind, detail, begin, end) in ns since the call's begin, by (kernel, block, writer)."""
+
+    lanes: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = field(default_factory=dict)
+    begun: dict[tuple[int, int, int], int] = field(default_factory=dict)
+
+    def lap(self, kernel: int, block: int, writer: int, name: str, detail: int, begin: int, end: int) -> None:
+        self.lanes.setdefault((kernel, block, writer), []).append((kind_number(name), detail, begin, end))
+
+    def stamps(self) -> tuple[np.ndarray, np.ndarray]:
+        """Headers and records as StampBuffer.read() gives them; what no lap fills is noise."""
+        noise = np.random.default_rng(1)
+        headers = np.zeros((KERNELS, BLOCKS, WRITERS), HEADER)
+        records = noise.integers(0, 256, (KERNELS, BLOCKS, WRITERS, CAPACITY, RECORD.itemsize), dtype=np.uint8).view(RECORD)[..., 0]
+        for place, begin in self.begun.items():
+            laps = self.lanes.get(place, [])
+            headers[place] = (BEGIN_NS + begin, int(begin * GHZ) % 2**32, len(laps))
+            for index, (kind, detail, first, last) in enumerate(laps[:CAPACITY]):
+                records[place][index] = ((BEGIN_NS + first) % 2**32, (BEGIN_NS + last) % 2**32, int(last * GHZ) % 2**32,
+                                         kind << 24 | detail)
+        return headers, records
+
+
+def make_tables() -> dict[str, np.ndarray]:
+    """Those that trace_checks reads, of one rank alone."""
+    ids = make_routing("uniform", TOKENS, EXPERTS, TOP_K, seed=3).topk_ids
+    tables = build_tables(ids, token_counts=[TOKENS], world=1, rank=0, num_experts=EXPERTS, mode="ep", row_block=ROW_BLOCK)
+    tasks1, tasks2 = (task_order(tables, columns).numpy() for columns in (COLUMNS1, COLUMNS2))
+    found = {"tasks1": tasks1, "tasks2": tasks2, "slot_pair": tables.slot_pair.numpy(), "slots": tables.slots.numpy(),
+             "delivery_order": tables.delivery_order.numpy(), "job_order": tables.job_order.numpy()}
+    counts = torch.tensor([len(tables.slot_pair), tables.num_blocks, tables.num_jobs, len(tasks1), len(tasks2)])
+    return {**found, "counts": counts.numpy()}
+
+
+def make_call(tables: dict[str, np.ndarray]) -> MadeUp:
+    """A call in which everything happens in order: tables, rows, tiles of both GEMMs, jobs, own tokens."""
+    call = MadeUp()
+    for kernel, at, writers in ((OPEN, 0, 1), (GATHER, 9_984, WRITERS), (SCATTER, 59_968, WRITERS)):
+        call.begun |= {(kernel, block, writer): at for block in range(BLOCKS) for writer in range(writers)}
+    for block in range(BUILD_BLOCKS):
+        for step, kind in enumerate(OPEN_PHASES):
+            call.lanes.setdefault((OPEN, block, 0), []).append((kind, 0, step * 1_024, (step + 1) * 1_024))
+    for block in range(BUILD_BLOCKS, BLOCKS):
+        call.lap(OPEN, block, 0, "export rows", 0, 0, 4_096)
+    _rows(call, tables)
+    _tiles(call, GATHER, tables["tasks1"], 16_000)
+    _tiles(call, SCATTER, tables["tasks2"], 64_000)
+    _batches(call, len(tables["job_order"]), "wait for jobs", "combine", 90_016)
+    _batches(call, TOKENS, "wait for partial rows", "reduce", 100_000)
+    return call
+
+
+def _rows(call: MadeUp, tables: dict[str, np.ndarray]) -> None:
+    clock = dict.fromkeys(range(BLOCKS), 10_016)
+    for number, row in enumerate(tables["delivery_order"].tolist()):
+        block = number % BLOCKS
+        if number < BLOCKS:  # the first ones by a warp of the consumers
+            call.lap(GATHER, block, CONSUMERS[0] + 1, "move row", row, 10_016, 11_040)
+            continue
+        begin, clock[block] = clock[block], clock[block] + 640
+        call.lap(GATHER, block, SPARE, "move row", row, begin, clock[block])
+        call.lap(GATHER, block, SPARE, "row placed", number // BLOCKS - 1, begin, clock[block])
+    for block, at in clock.items():
+        call.lap(GATHER, block, SPARE, "drain", 0, at, at + 320)
+
+
+def _tiles(call: MadeUp, kernel: int, tasks: np.ndarray, first: int) -> None:
+    clock = dict.fromkeys(range(BLOCKS), first)
+    for number, (_, _, row_block, column) in enumerate(tasks.tolist()):
+        block, tile = number % BLOCKS, row_block << 8 | column
+        at = clock[block]
+        clock[block] += 4_800
+        if number < BLOCKS:
+            call.lap(kernel, block, LOADER, "load weights", tile, at - 1_600, at - 640)
+            call.lap(kernel, block, LOADER, "gate", tile, at - 640, at)
+        call.lap(kernel, block, LOADER, "load", tile, at, at + 3_200)
+        for index, (consumer, storer) in enumerate(zip(CONSUMERS, STORERS, strict=True)):
+            call.lap(kernel, block, consumer, "wait for inputs", tile, at, at + 320)
+            if index == 1 and number % 3 == 0:
+                call.lap(kernel, block, consumer, "skip", tile, at + 320, at + 3_840)
+            else:
+                call.lap(kernel, block, consumer, "multiply", tile, at + 320, at + 3_520)
+                call.lap(kernel, block, consumer, "emit", tile, at + 3_520, at + 3_840)
+                call.lap(kernel, block, storer, "wait for outputs", tile, at, at + 3_840)
+                call.lap(kernel, block, storer, "store", tile, at + 3_840, at + 4_000)
+            call.lap(kernel, block, storer, "push", tile, at + 4_000, at + 4_480)
+
+
+def _batches(call: MadeUp, entries: int, wait: str, work: str, first: int, batch: int = 4) -> None:
+    items = [group << 20 | begin for group in range(GROUPS) for begin in range(0, entries, batch)]
+    clock: dict[tuple[int, int], int] = {}
+    for number, item in enumerate(items):
+        lane = number % BLOCKS, number // BLOCKS % WRITERS
+        at = clock.get(lane, first)
+        clock[lane] = at + 960
+        call.lap(SCATTER, *lane, wait, item, at, at + 320)
+        call.lap(SCATTER, *lane, work, item, at + 320, at + 960)
