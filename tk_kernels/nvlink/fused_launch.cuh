@@ -69,7 +69,7 @@ template <class Cfg, int GATHER_COLS> void launch_scatter(const workspace_view &
     const column_groups columns = groups_of(w.call.hidden);
     const auto globals = make_globals<Cfg, activated_gate, plain_epilogue, group_push>(
         w, w.activated, w.intermediate, call.w2, w.call.hidden, w.rows,
-        {{w.call, w.counters.l1_done}, uint32_t(kittens::ceil_div(2 * w.intermediate, GATHER_COLS))}, {},
+        {{w.call, w.counters.l1_done}, call.activated_given ? 0u : uint32_t(kittens::ceil_div(2 * w.intermediate, GATHER_COLS))}, {},
         {w.counters.l2_done, columns}, w.tables.tasks2, COUNT_TASKS2);
     const combine_params combine = combine_params_of(w, call, Cfg::BLOCK_M);
     launch(gemm_scatter<Cfg>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, shared_bytes<Cfg, bf16>(), behind, stream, globals, w.call,
