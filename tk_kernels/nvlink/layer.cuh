@@ -31,8 +31,8 @@ struct workspace_view {
 
 // How a GEMM of the serial pattern is computed.
 struct plain_gemm {
-    int tile;            // of plain_tiles(); -1: the call is fused
-    int weights_policy;  // as in gemm_args
+    int tile = -1;           // of plain_tiles(); -1: the call is fused
+    int weights_policy = 0;  // as in gemm_args
 };
 
 // One call. Shapes as in moe_tk.MoELayer; weights of this rank in the engine's layout.
@@ -48,7 +48,7 @@ struct layer_call {
     int mover_blocks;  // blocks of gather_gemm whose mover moves rows; 0: all
     int export_waits = 0;     // the call before owed no rows, so that only a rank's header says that it has read them all
     int activated_given = 0;  // there is no GEMM 1 in this call
-    plain_gemm gemm1, gemm2;  // both or none; then `variant` does not matter
+    plain_gemm gemm1 = {}, gemm2 = {};  // both or none; then `variant` does not matter
 };
 
 // Fused: open, gather, scatter. Serial: open, pull (rows to their slots), gemm1, gemm2, combine.
