@@ -85,6 +85,7 @@ def test_bfloat16_keeps_its_freedom():
 
 @pytest.mark.parametrize("options, error, text", [
     (dict(dtype=torch.float16), ArgumentTypeError, "dtype is torch.float16, wanted bfloat16 or float8_e4m3fn"),
+    (dict(pattern="serial"), ArgumentError, "pattern is 'serial' with dtype float8_e4m3fn, wanted 'auto' or 'two_kernel'"),
     (dict(hidden_size=4160), ArgumentError, "hidden_size is 4160")])
 def test_arguments_are_checked_before_a_gpu_is_needed(options, error, text, monkeypatch):
     monkeypatch.setattr("moe_tk.cuda_layer.own_device", lambda group, device: torch.device("cpu"))
