@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 
 from moe_tk import ops
+from moe_tk.ops.gemm_weights import quantise_rows
 from tests.cuda.checks import BUDGET, Case, Data, Ranks
+from tests.cuda.checks_fp8 import ScaledData, fp8_layer
 from tests.cuda.checks_ops import Dense, Routed
 
 LIMIT_S = 100.0  # a checked kernel takes its time
@@ -36,6 +38,22 @@ def check_ops(ranks: Ranks) -> int:
     return 20
 
 
+def check_fp8(ranks: Ranks) -> int:
+    """Calls of the e4m3 layer, both row blocks, rows quantised by the kernel and given; the number of calls."""
+    done = 0
+    for mode, row_block in itertools.product(("ep", "tp"), (64, 128)):
+        case = Case(70, 2, 5, (70, 33), mode, row_block, 2, hidden=256, inter=128 * ranks.world)
+        layer, data = fp8_layer(case, ranks, timeout_s=LIMIT_S), ScaledData(case, ranks)
+        data.load(layer)
+        args = data.mine(case.count(ranks.rank))
+        rows, scales = quantise_rows(args[0])
+        for out in (layer(*args), layer(rows, *args[1:], hidden_scales=scales.t())):
+            layer.synchronize()
+            data.check(layer, out, args, str(case))
+            done += 1
+    return done
+
+
 def main() -> None:
     rank, world = (int(word) for word in (sys.argv[1:3] or ("0", "1")))
     torch.cuda.set_device(rank % torch.cuda.device_count())
@@ -52,7 +70,7 @@ def main() -> None:
             layer.synchronize()
             assert data.error(out, args) <= 2 * BUDGET, (case, count)
             done += 1
-    done += check_ops(ranks)
+    done += check_ops(ranks) + check_fp8(ranks)
     torch.cuda.synchronize()
     print(f"rank {rank} of {world}: {done} calls right", flush=True)
     os._exit(0)
