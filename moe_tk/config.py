@@ -71,6 +71,8 @@ ENV_VARS = (
            "second place that is tried for built modules, as XDG_CACHE_HOME/moe_tk"),
     EnvVar("MOE_TK_FAULT_POINTS", _flag, False, "0 | 1",
            "use a host module in which tests can make a rank die, stop or lag at a chosen item"),
+    EnvVar("MOE_TK_COMMIT", str, None, "a git commit",
+           "what benchmarks write down as their commit, for a copy of the package without its git checkout"),
     EnvVar("MOE_TK_TRACE", _flag, False, "0 | 1",
            "layers on GPUs use kernels that record what they do, for moe_tk.trace (slower, and another build)"),
     EnvVar("MOE_TK_VALIDATE", _flag, False, "0 | 1",

@@ -14,7 +14,7 @@ from torch import Tensor
 from moe_tk.arguments import as_contiguous, check_routing_tensors, check_tensor
 from moe_tk.config import env
 from moe_tk.cpu_layer import WEIGHT_POSITIONS, CpuMoELayer
-from moe_tk.errors import ArgumentError, ArgumentTypeError, TopologyError
+from moe_tk.errors import ArgumentError, ArgumentTypeError, CapacityError, TopologyError
 from moe_tk.group import RankGroup, resolve_group
 from moe_tk.memory.estimate import MemoryEstimate
 from moe_tk.memory.nvlink_layout import JOB_CHUNK, MIN_COLUMN_BLOCK, ROW_BLOCKS, NvlinkGeometry, nvlink_estimate
@@ -23,6 +23,7 @@ from moe_tk.planner import Plan
 from moe_tk.runtime.calls import signature_of
 from moe_tk.runtime.launch import Activation, CallStats, resolve_activation
 from moe_tk.runtime.nvlink_layer import NvlinkLayer
+from moe_tk.runtime.nvlink_session import too_many_tokens
 from moe_tk.sizes import check_count, check_layer_sizes, check_one_of, check_positive
 from moe_tk.weights import from_checkpoint
 
@@ -135,8 +136,10 @@ class CudaMoELayer(CpuMoELayer):
         with self.session.one_call("moe_layer", self.timeout_s), torch.cuda.device(self.device):
             try:
                 hidden, ids, weights, out = self._check_arguments(hidden_states, topk_ids, topk_weights, out)
-            except Exception:  # whatever keeps this rank from taking part, the others must hear of it
-                self._calls.refuse(self._signature)
+            except Exception as error:  # whatever keeps this rank from taking part, the others must hear of it
+                too_many = hidden_states.shape[0] if isinstance(error, CapacityError) else 0
+                self._calls.refuse(self._signature, num_tokens=too_many)
+                self.session.forget_verdict()
                 raise
             self._calls.forward(hidden, ids, weights, out, signature=self._signature)
         return out
@@ -154,7 +157,7 @@ class CudaMoELayer(CpuMoELayer):
                               layout="[T, H]", device=self.device)
         tokens = hidden.shape[0]
         if tokens > self.max_tokens_per_rank:
-            raise ArgumentError(f"hidden_states has {tokens} tokens, more than max_tokens_per_rank={self.max_tokens_per_rank}")
+            raise too_many_tokens("moe_layer", self.group.rank, tokens, self.max_tokens_per_rank)
         ids, weights = check_routing_tensors(topk_ids, topk_weights, num_tokens=tokens, top_k=self.top_k, device=self.device)
         if out is None:
             out = torch.empty(tokens, self.hidden_size, dtype=self.dtype, device=self.device)

@@ -9,8 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
-from moe_cases import LayerCase, check_each, check_result, digest, expected, poison
+from moe_cases import LayerCase, call, check_each, check_result, device_of, digest, expected, meet, poison
 
 from moe_tk.errors import MoETkError
 from moe_tk.layer import MoELayer
@@ -19,11 +18,11 @@ from moe_tk.planner import plan
 Told = tuple[str, str, float]  # class of the exception, its text, seconds until it came
 
 
-def attempt(call: Callable[[], Any]) -> Told:
-    """What a call raised, and when; ("none", "", seconds) if it raised nothing."""
+def attempt(action: Callable[[], Any]) -> Told:
+    """What it raised, and when; ("none", "", seconds) if it raised nothing."""
     begin = time.monotonic()
     try:
-        call()
+        action()
     except MoETkError as error:
         return type(error).__name__, str(error), time.monotonic() - begin
     return "none", "", time.monotonic() - begin
@@ -40,7 +39,7 @@ def call_and_check(layer: MoELayer, case: LayerCase, epoch: int, group: Any = No
     """One call on clean inputs, compared with the reference."""
     rank, world = layer.group.rank, layer.group.world
     inputs = case.inputs(epoch, world, rank)
-    got = layer(*inputs)
+    got = call(layer, *inputs)
     check_result(got, expected(case, layer, inputs), inputs[1], case.num_experts, case.dtype)
     return got
 
@@ -53,13 +52,13 @@ def run_epochs(rank: int, world: int, case: LayerCase, *, delay_seed: int = 0, r
     for epoch in list(range(len(case.counts))) * repeats:
         hidden, ids, weights = inputs = case.inputs(epoch, world, rank)
         out = torch.full_like(hidden, float("nan"))
-        dist.barrier()  # nobody is in a call any more
+        meet(layer)
         poison(layer)
-        dist.barrier()
+        meet(layer)
         late, delay = chance.randrange(world), chance.random() * 0.03
         if rank == late:
             time.sleep(delay)
-        given = layer(*inputs, out=out) if epoch % 2 else layer(*inputs)
+        given = call(layer, *inputs, out=out) if epoch % 2 else call(layer, *inputs)
         assert not epoch % 2 or given is out
         check_result(given, expected(case, layer, inputs), ids, case.num_experts, case.dtype)
         digests.append(digest(given))
@@ -73,7 +72,7 @@ def run_back_to_back(rank: int, world: int, case: LayerCase, calls: int, **optio
     first: dict[int, str] = {}
     for number in range(calls):
         epoch = number % len(inputs)
-        got = layer(*inputs[epoch])
+        got = call(layer, *inputs[epoch])
         if epoch not in first:
             check_result(got, expected(case, layer, inputs[epoch]), inputs[epoch][1], case.num_experts, case.dtype)
         assert first.setdefault(epoch, digest(got)) == digest(got), f"call {number} differs from the first of its kind"
@@ -104,21 +103,38 @@ def send_counts(rank: int, world: int, case: LayerCase, epoch: int, **options: A
     return layer.stats.bytes_dispatched, layer.stats.bytes_combined, layer.expert_load.tolist()
 
 
+def loads(rank: int, world: int, case: LayerCase, epoch: int, **options: Any) -> list[int]:
+    """Load of the local experts after one call."""
+    layer = case.layer(**options)
+    call_and_check(layer, case, epoch)
+    return layer.expert_load.tolist()
+
+
 def run_in_canaries(rank: int, world: int, case: LayerCase) -> int:
     """All epochs with the bytes between the regions of all buffers watched; returns how many bytes those are."""
     layer = case.layer()
-    workspace = layer.session.workspace
-    heap = workspace.heap.tensor(rank, 0, (workspace.heap.size,), torch.uint8)
-    gaps = [gap for items, buffer in ((workspace._symmetric, heap), (workspace._counters, workspace._counter_bytes),
-                                      (workspace._local, workspace._local_bytes)) for gap in gaps_between(items, buffer)]
+    gaps = [gap for items, buffer in regions_of(layer) for gap in gaps_between(items, buffer)]
     for gap in gaps:
         gap.fill_(0xA5)
-    dist.barrier()
+    meet(layer)
     for epoch in range(len(case.counts)):
         call_and_check(layer, case, epoch)
-    dist.barrier()
+    meet(layer)
     assert all(bool((gap == 0xA5).all()) for gap in gaps), "something was written between two regions"
     return sum(gap.numel() for gap in gaps)
+
+
+def regions_of(layer: MoELayer) -> list[tuple[dict, torch.Tensor]]:
+    """(items by name, bytes) of each buffer of the layer's workspace on this rank."""
+    workspace = layer.session.workspace
+    heap = workspace.heap.tensor(layer.group.rank, 0, (workspace.heap.size,), torch.uint8)
+    if device_of(layer).type == "cpu":
+        return [(workspace._symmetric, heap), (workspace._counters, workspace._counter_bytes),
+                (workspace._local, workspace._local_bytes)]
+    buffers = {buffer.data_ptr(): buffer for buffer, _ in workspace._local.values()}
+    return [(workspace._symmetric, heap), *(
+        ({name: item for name, (held, item) in workspace._local.items() if held.data_ptr() == address}, buffer)
+        for address, buffer in buffers.items())]
 
 
 def gaps_between(items: dict, buffer: torch.Tensor) -> list[torch.Tensor]:
@@ -136,7 +152,7 @@ def compare_routings(rank: int, world: int, case: LayerCase, replace_id: int, **
     clean = ids.clone()
     if rank == 1:
         ids[3, 1], clean[3, 1] = replace_id, -1
-    got, wanted = layer(hidden, ids, weights), layer(hidden, clean, weights)
+    got, wanted = call(layer, hidden, ids, weights), call(layer, hidden, clean, weights)
     assert digest(got) == digest(wanted)
     check_result(got, expected(case, layer, (hidden, clean, weights)), clean, case.num_experts, case.dtype)
 
@@ -165,12 +181,10 @@ def run_any(rank: int, world: int, case: LayerCase, sizes: tuple[int, int, int],
         stride = max(case.counts[epoch])
         first = rank * stride
         mine = torch.tensor(all_ids, dtype=torch.int64).reshape(-1, case.top_k)[first:first + case.counts[epoch][rank]]
-        if world > 1:
-            dist.barrier()
+        meet(layer)
         poison(layer)
-        if world > 1:
-            dist.barrier()
-        got = layer(hidden, mine, weights)
+        meet(layer)
+        got = call(layer, hidden, mine, weights)
         check_each(got, case, layer, (hidden, mine, weights))
         digests.append(digest(got))
     return digests

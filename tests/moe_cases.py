@@ -1,4 +1,6 @@
-"""Layer cases for tests: weights, routings, inputs, and the comparison with the float64 reference. Imports no pytest."""
+"""Layer cases for tests, for both back ends: weights, routings, inputs, and the comparison with the float64 reference. Imports no
+pytest. Inputs are drawn and results are compared on the CPU; `call` takes them to the layer's device and back.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,19 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from moe_tk import reference
+from moe_tk.cuda_layer import PATTERNS as CUDA_PATTERNS
 from moe_tk.layer import MoELayer
 from moe_tk.schedule import expert_range
 from moe_tk.weights import shard_weights
 
 torch.set_num_threads(1)  # ranks and other tests share the cores
 
+PATTERNS_OF = {"cpu": ("mega", "two_kernel", "serial"), "cuda": tuple(name for name in CUDA_PATTERNS if name != "auto")}
+CPU_ONLY = ("pull", "compute_blocks")  # options of a layer that the CUDA back end decides by itself
 ROUTINGS = ("uniform", "zipf", "hot_rank", "hot_expert", "last_expert", "none", "half", "duplicates", "out_of_range")
 
 
@@ -33,14 +39,25 @@ class LayerCase:
     dtype: torch.dtype = torch.float32
     seed: int = 0
     options: dict[str, Any] = field(default_factory=dict)  # further arguments of MoELayer
+    backend: str = "cpu"
+
+    def on(self, backend: str) -> LayerCase:
+        """The same case on a back end; that of CUDA has bfloat16 only."""
+        return replace(self, backend=backend, dtype=torch.bfloat16 if backend == "cuda" else self.dtype)
 
     def layer(self, group: Any = None, **options: Any) -> MoELayer:
         """The layer, with this rank's weights loaded."""
-        layer = MoELayer(group, num_experts=self.num_experts, top_k=self.top_k, hidden_size=self.hidden,
-                         intermediate_size=self.inter, max_tokens_per_rank=self.max_tokens, dtype=self.dtype,
-                         **{**self.options, **options})
-        layer.load_weights(*shard_weights(*self.weights(), mode=layer.mode, world=layer.group.world, rank=layer.group.rank))
+        layer = self.empty_layer(group, **options)
+        load(layer, *shard_weights(*self.weights(), mode=layer.mode, world=layer.group.world, rank=layer.group.rank))
         return layer
+
+    def empty_layer(self, group: Any = None, **options: Any) -> MoELayer:
+        """The layer without weights."""
+        options = {**self.options, **options}
+        if self.backend == "cuda":
+            options = {"protocol": "nvlink", **{name: value for name, value in options.items() if name not in CPU_ONLY}}
+        return MoELayer(group, num_experts=self.num_experts, top_k=self.top_k, hidden_size=self.hidden,
+                        intermediate_size=self.inter, max_tokens_per_rank=self.max_tokens, dtype=self.dtype, **options)
 
     def weights(self) -> tuple[Tensor, Tensor]:
         """Full weights w13 [E, 2I, H], w2 [E, H, I]; both layers keep the scale of their input."""
@@ -57,6 +74,41 @@ class LayerCase:
         ids = routing(self.routings[epoch], tokens, self.top_k, self.num_experts, world, generator)
         weights = torch.rand(tokens, self.top_k, generator=generator) * 1.5 - 0.25
         return x, ids.to(torch.int32 if epoch % 2 else torch.int64), weights.to(torch.bfloat16) if epoch % 3 == 2 else weights
+
+
+def device_of(layer: MoELayer) -> torch.device:
+    return getattr(layer, "device", torch.device("cpu"))
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """A tensor of the CPU on `device`; anything else as it is."""
+    return value.to(device) if isinstance(value, Tensor) and value.device.type == "cpu" else value
+
+
+def load(layer: MoELayer, w13: Any, w2: Any, **flags: bool) -> None:
+    """load_weights with tensors of the CPU."""
+    layer.load_weights(moved(w13, device_of(layer)), moved(w2, device_of(layer)), **flags)
+
+
+def call(layer: MoELayer, hidden: Any, ids: Any, weights: Any, *, out: Any = None) -> Tensor:
+    """One call with tensors of the CPU. Raises what it failed with; returns its result on the CPU, which is `out` if given."""
+    device = device_of(layer)
+    if device.type == "cpu":
+        return layer(hidden, ids, weights, out=out)
+    there = moved(out, device)
+    result = layer(*(moved(value, device) for value in (hidden, ids, weights)), out=there)
+    layer.synchronize()
+    assert out is None or result is there
+    return result.cpu() if out is None else out.copy_(result)
+
+
+def meet(layer: MoELayer) -> None:
+    """All ranks come here; none of them is in a call any more."""
+    if device_of(layer).type == "cuda":
+        torch.cuda.synchronize(layer.device)
+        layer.group.gather(None, timeout_s=30.0, step="test: meet")
+    elif layer.group.world > 1:
+        dist.barrier()
 
 
 def with_options(case: LayerCase, **options: Any) -> LayerCase:
@@ -80,8 +132,8 @@ def routing(kind: str, tokens: int, top_k: int, num_experts: int, world: int, ge
         return torch.full((tokens, top_k), -1).index_fill(1, torch.tensor([0]), 0)
     elif kind == "none":
         return torch.full((tokens, top_k), -1)
-    elif kind == "spare_rank_2":
-        first, count = expert_range(num_experts, world, 2)
+    elif kind == "spare_rank_2":  # or the last one of fewer
+        first, count = expert_range(num_experts, world, min(2, world - 1))
         scores[:, first:first + count] -= 2.0
     elif kind == "all_on_last_rank":
         scores[:, :-top_k] -= 2.0
@@ -158,11 +210,30 @@ def digest(tensor: Tensor) -> str:
 def poison(layer: MoELayer) -> None:
     """Fills what a call must not read: work buffers and partial rows with NaN, old routing with ids that look valid.
 
-    Only while no rank is in a call, between two barriers.
+    Only while no rank is in a call, between two meet().
     """
     workspace = layer.session.workspace
     workspace.poison()
+    if device_of(layer).type == "cuda":
+        workspace.region("routing", torch.int32).view(-1, 2)[:, 0].random_(0, layer.num_experts)
+        workspace.region("routing", torch.float32).view(-1, 2)[:, 1].fill_(float("nan"))
+        return
     for name in ("arrivals", "planes"):
         workspace.region(name, layer.dtype).fill_(float("nan"))
     workspace.region("topk_ids", torch.int32).random_(0, layer.num_experts)
     workspace.region("topk_weights", torch.float32).fill_(float("nan"))
+
+
+def clear(layer: MoELayer) -> None:
+    """Fills what poison() fills with NaN by zeros."""
+    workspace = layer.session.workspace
+    if device_of(layer).type == "cuda":
+        for name in ("slot_rows", "activated"):
+            workspace.local(name, layer.dtype).zero_()
+        for name in ("rows", "planes"):
+            workspace.region(name, layer.dtype).zero_()
+        return
+    for name in workspace._local:
+        workspace.local(name).zero_()
+    for name in ("arrivals", "planes"):
+        workspace.region(name, layer.dtype).zero_()

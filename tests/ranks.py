@@ -2,6 +2,9 @@
 
 A job is a module-level function target(rank, world, ...) that every rank calls; modules with such functions import no
 pytest, since every rank loads them. After a job no workspace, mapping or watch thread may be left in any rank.
+
+Ranks of the CPU back end ("cpu") have a gloo group. Those of the CUDA back end ("cuda") have a GPU each, as the current
+device, and a group with gloo and NCCL; the GPU's index is not the rank, so that nothing can take the one for the other.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import pickle
+import sys
 import threading
 import time
 import traceback
@@ -29,7 +33,12 @@ KEPT = ("MOE_TK_CACHE_DIR",)
 
 
 class RanksFailed(AssertionError):
-    """A rank raised, died, left something behind, or did not end in time; the text has every rank's traceback."""
+    """A rank raised, died, left something behind, or did not end in time; the text has every rank's traceback.
+
+    usable  whether all ranks of a CUDA pool told so in time and are clean: then they go on, since GPUs take long to start
+    """
+
+    usable = False
 
 
 def segments_of(pids: list[int]) -> list[str]:
@@ -45,9 +54,11 @@ def leftovers() -> list[str]:
 
     release_ops_memory()
     gc.collect()
+    cuda = sys.modules.get("moe_tk.runtime.nvlink_session")
+    live = [*_live, *(cuda._live if cuda else ())]
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if f"{SHM_DIR}/{PREFIX}." in line]
     threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("moe_tk")]
-    return [f"session {session.geometry}" for session in _live] + mapped + threads
+    return [f"session {session.geometry}" for session in live] + mapped + threads
 
 
 def gone(pid: int) -> bool:
@@ -73,6 +84,25 @@ def rank_environment(folder: Path) -> Iterator[None]:
         os.environ.update(before)
 
 
+def devices_of(backend: str, world: int) -> list[int] | None:
+    """Index of each rank's GPU, or None for ranks of the CPU back end."""
+    if backend == "cpu":
+        return None
+    import torch
+
+    return [(rank + 1) % torch.cuda.device_count() for rank in range(world)]
+
+
+def build_module(backend: str) -> None:
+    """Builds the native module of a back end here, so that no rank's time goes into the compiler."""
+    if backend == "cpu":
+        host_module()
+    else:
+        from moe_tk.runtime.nvlink import nvlink_module
+
+        nvlink_module()
+
+
 def _serve(rank: int, world: int, pipes: list[Any]) -> None:
     """What a rank of a pool does: jobs, until None or the end of the pipe."""
     for other, pipe in enumerate(pipes):
@@ -94,29 +124,43 @@ def _serve(rank: int, world: int, pipes: list[Any]) -> None:
             answer = ("value", target(rank, world, *args, **named))
         except BaseException:
             answer = ("error", traceback.format_exc())
-        left = leftovers() if answer[0] == "value" else []
-        pipes[rank].send(("error", f"left behind by {job}: {left}") if left else answer)
+        pipes[rank].send(_checked(answer, job))
+
+
+def _checked(answer: tuple[str, Any], job: Any) -> tuple[str, Any, bool]:
+    """(kind, value or text, whether this rank can go on) after a job."""
+    try:
+        left = leftovers()
+        if "torch.cuda" in sys.modules and sys.modules["torch.cuda"].is_initialized():
+            sys.modules["torch.cuda"].synchronize()  # raises when the context has been lost
+    except BaseException:
+        return "error", f"{answer[1] if answer[0] == 'error' else ''}\nand afterwards: {traceback.format_exc()}", False
+    if left and answer[0] == "value":
+        answer = ("error", f"left behind by {job}: {left}")
+    return *answer, not left
 
 
 class Pool:
     """`world` ranks that wait for jobs."""
 
-    def __init__(self, world: int, folder: Path) -> None:
+    def __init__(self, world: int, folder: Path, backend: str) -> None:
+        self.backend = backend
         context = multiprocessing.get_context("forkserver")
         pairs = [context.Pipe() for _ in range(world)]
         self.pipes = [mine for mine, _ in pairs]
         with rank_environment(folder):
-            self.ranks = RankProcesses(world, _serve, [theirs for _, theirs in pairs], timeout_s=600.0)
+            self.ranks = RankProcesses(world, _serve, [theirs for _, theirs in pairs], timeout_s=600.0,
+                                       devices=devices_of(backend, world))
         self.pids = [process.pid for process in self.ranks.processes]
         for _, theirs in pairs:
             theirs.close()
 
     def run(self, target: Callable, args: tuple, named: dict[str, Any], limit_s: float) -> list[Any]:
-        """Results of all ranks. Raises RanksFailed; the pool is of no use afterwards."""
+        """Results of all ranks. Raises RanksFailed, which says whether the pool is of use afterwards."""
         blob = pickle.dumps((target, args, named))
         for pipe in self.pipes:
             pipe.send_bytes(blob)
-        answers: dict[int, tuple[str, Any]] = {}
+        answers: dict[int, tuple[str, Any, bool]] = {}
         deadline = time.monotonic() + limit_s
         while len(answers) < len(self.pipes) and time.monotonic() < deadline:
             waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
@@ -125,13 +169,15 @@ class Pool:
                 try:
                     answers[rank] = pipe.recv()
                 except (EOFError, ConnectionResetError):
-                    answers[rank] = ("error", "the process died")
+                    answers[rank] = ("error", "the process died", False)
                 if answers[rank][0] == "error":
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        failed = [f"rank {rank}: {text}" for rank, (kind, text) in sorted(answers.items()) if kind == "error"]
+        failed = [f"rank {rank}: {text}" for rank, (kind, text, _) in sorted(answers.items()) if kind == "error"]
         silent = [rank for rank in range(len(self.pipes)) if rank not in answers]
         if failed or silent:
-            raise RanksFailed("\n".join([*failed, *(f"rank {rank}: did not end in time" for rank in silent)]))
+            error = RanksFailed("\n".join([*failed, *(f"rank {rank}: did not end in time" for rank in silent)]))
+            error.usable = self.backend == "cuda" and not silent and all(usable for _, _, usable in answers.values())
+            raise error
         return [answers[rank][1] for rank in range(len(self.pipes))]
 
     def close(self, *, kindly: bool = True) -> None:
@@ -146,27 +192,31 @@ class Pool:
 
 
 class Pools:
-    """Pools by world size, started on first use and kept while their jobs end well."""
+    """Pools by back end and world size, started on first use and kept while their jobs end well."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._pools: dict[int, Pool] = {}
+        self._pools: dict[tuple[str, int], Pool] = {}
 
-    def run(self, world: int, target: Callable, *args: Any, limit_s: float = JOB_LIMIT_S, **named: Any) -> list[Any]:
+    def run(self, world: int, target: Callable, *args: Any, backend: str = "cpu", limit_s: float = JOB_LIMIT_S,
+            **named: Any) -> list[Any]:
         """[target(rank, world, *args, **named) of every rank]. Raises RanksFailed if any rank fails, hangs or leaves something."""
-        host_module()  # built here, so that no rank's time goes into the compiler
-        if world not in self._pools:
-            self._pools[world] = Pool(world, self.folder)
+        build_module(backend)
+        key = backend, world
+        if key not in self._pools:
+            self._pools[key] = Pool(world, self.folder, backend)
         try:
-            return self._pools[world].run(target, args, named, limit_s)
-        except RanksFailed:
-            self._pools.pop(world).close(kindly=False)
+            return self._pools[key].run(target, args, named, limit_s)
+        except RanksFailed as error:
+            if not error.usable:
+                self._pools.pop(key).close(kindly=False)
             raise
 
-    def fresh(self, world: int, target: Callable, *args: Any, limit_s: float = JOB_LIMIT_S) -> list[Outcome]:
+    def fresh(self, world: int, target: Callable, *args: Any, backend: str = "cpu", limit_s: float = JOB_LIMIT_S) -> list[Outcome]:
         """Outcomes of ranks that run target only: for jobs that leave their process group in no state to go on."""
-        host_module()
-        with rank_environment(self.folder), RankProcesses(world, target, *args, timeout_s=limit_s) as ranks:
+        build_module(backend)
+        with rank_environment(self.folder), RankProcesses(world, target, *args, timeout_s=limit_s,
+                                                          devices=devices_of(backend, world)) as ranks:
             pids = [process.pid for process in ranks.processes]
             outcomes = ranks.outcomes()
         assert_nothing_left(pids)

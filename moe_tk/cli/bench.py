@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
-from moe_tk.cli import bench_gemm
+from moe_tk.cli import bench_gemm, bench_layer
 
-PARTS = {"gemm": bench_gemm}
+PARTS = {"gemm": bench_gemm, "layer": bench_layer}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

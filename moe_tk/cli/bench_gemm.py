@@ -9,9 +9,7 @@ import argparse
 import json
 import platform
 import shlex
-import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -19,6 +17,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from moe_tk.bench.environment import commit, output_of
 from moe_tk.errors import ArgumentError
 
 SUMMARY = "grouped GEMM of the model shapes: TFLOP/s, GB/s of weights, share of the roofline, against torch"
@@ -92,18 +91,9 @@ def machine() -> dict[str, Any]:
     import torch
 
     smi = output_of("nvidia-smi", "--query-gpu=name,driver_version,clocks.max.sm,power.limit", "--format=csv,noheader")
-    commit = output_of("git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD")
     return {"gpu": smi or torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
             "python": platform.python_version(), "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": shlex.join(["moe_tk", *sys.argv[1:]]), "commit": commit or "unknown"}
-
-
-def output_of(*command: str) -> str:
-    """What a command prints; nothing where it is missing or fails."""
-    if shutil.which(command[0]) is None:
-        return ""
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=20)
-    return done.stdout.strip() if done.returncode == 0 else ""
+            "command": shlex.join(["moe_tk", *sys.argv[1:]]), "commit": commit()}
 
 
 class GemmBench:

@@ -17,14 +17,15 @@ if TYPE_CHECKING:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Values stay text here: moe_tk.demo.options checks them, so that every bad one is one line."""
     parser.description = (
-        "Run one layer of a trained model on its real input through every pattern, on ranks that are processes of this machine; "
-        "check it against the float64 reference; show what happened inside. Also under torchrun: torchrun --nproc-per-node N "
-        "-m moe_tk demo. Status: 0 all errors within budget and repeats equal, 1 not, 2 bad arguments.")
+        "Run one layer of a trained model on its real input through every pattern, on ranks that are processes of this machine, "
+        "with a GPU each or on the CPU; check it against the float64 reference; show what happened inside. Also under torchrun: "
+        "torchrun --nproc-per-node N -m moe_tk demo. Status: 0 all errors within budget and repeats equal, 1 not, 2 bad arguments.")
     add = parser.add_argument
-    add("--world", metavar="N", help="ranks, 1 to 8 (default 4; under torchrun: as many as there are)")
+    add("--world", metavar="N", help="ranks, 1 to 8 (default 4, on GPUs one each; under torchrun: as many as there are)")
     add("--mode", default="both", metavar="MODE", help="ep, tp or both (default)")
-    add("--pattern", default="all", metavar="LIST", help="serial, two_kernel, mega, with commas between (default: all)")
-    add("--backend", default="auto", metavar="NAME", help="auto (default) or cpu")
+    add("--pattern", default="all", metavar="LIST",
+        help="serial, two_kernel, mega, with commas between (default: all that the back end has)")
+    add("--backend", default="auto", metavar="NAME", help="cpu, cuda (Hopper GPUs), or auto (default): GPUs where they can do it")
     add("--tokens", default="4096", metavar="N", help="tokens of all ranks together, 1 to 4096 (default 4096)")
     add("--uneven", action="store_true", help="give rank 1 half a share of the tokens and the last rank none")
     add("--calls", metavar="N", help="timed calls of each pattern (default 7; on a slow machine as few as 3)")

@@ -26,7 +26,8 @@ def to_json(options: Options, ranks: Sequence[RankRecord], results: Sequence[Res
     """Everything that the report shows, and each rank's part of it. Times in seconds, sizes in bytes, shares in 0..1."""
     return {
         "format": FORMAT, "passed": all(result.passed for result in results), "seconds": seconds, "environment": environment(),
-        "arguments": asdict(options), "world": len(ranks), "tokens": [rank.tokens for rank in ranks],
+        "arguments": asdict(options), "world": len(ranks), "gpus": [rank.gpu for rank in ranks if rank.gpu],
+        "tokens": [rank.tokens for rank in ranks],
         "layer": {**ranks[0].sizes, "dtype": ranks[0].dtype}, "error_budget": results[0].budget,
         "reference_vs_shipped": reference_difference(ranks),
         "modes": {mode: _mode(mode, ranks) for mode in ranks[0].modes}, "results": [_result(ranks, result) for result in results],
@@ -56,8 +57,8 @@ def _result(ranks: Sequence[RankRecord], result: Result) -> dict[str, Any]:
 
 
 def _timeline(ranks: Sequence[RankRecord], result: Result) -> dict[str, Any] | None:
-    """The picture of the traced call; None for the serial path, which has no trace."""
-    if result.pattern == "serial":
+    """The picture of the traced call; None where there is no trace: on the serial path and on GPUs."""
+    if not result.has_trace:
         return None
     picture = make_picture(ranks, result, PICTURE_SLOTS)
     lanes = [{"rank": lane.rank, "block": lane.name, "letters": lane.letters} for lane in picture.lanes]

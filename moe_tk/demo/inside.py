@@ -22,8 +22,8 @@ ELEMENT_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 def show(console: Console, ranks: Sequence[RankRecord], results: Sequence[Result]) -> None:
-    """All sections about the inside; those of a fused pattern only if one ran."""
-    fused = [result for result in results if result.pattern != "serial"]
+    """All sections about the inside; those of a fused pattern only if one ran and was traced."""
+    fused = [result for result in results if result.has_trace]
     if fused:
         _show_picture(console, ranks, min(fused, key=lambda result: (result.pattern != "mega", result.mode != "ep")))
         _show_results_over_time(console, fused)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_tk.demo.gpus import cuda_patterns, find_gpus
 from moe_tk.errors import ArgumentError
 
 MODES = ("ep", "tp")
@@ -31,15 +33,24 @@ class Options:
     timed_limit_s: float | None = TIMED_LIMIT_S  # of one mode: once over, MIN_CALLS are enough; None: no limit
     json_path: str | None = None
     debug: bool = False
+    backend: str = "cpu"                # "cpu" | "cuda"
+    devices: tuple[int, ...] = ()       # GPUs that ranks may take, on the CUDA back end
+
+
+def default_world(options: Options) -> int:
+    """Ranks of a run that names no number: a GPU each, or DEFAULT_WORLD of the CPU."""
+    return min(MAX_WORLD, len(options.devices)) if options.backend == "cuda" else DEFAULT_WORLD
 
 
 def parse_options(args: argparse.Namespace) -> Options:
     """Options of a command line whose values are still text. Raises ArgumentError, one sentence, for the first bad one."""
-    _check_backend(args.backend)
+    world = None if args.world is None else _integer("--world", args.world, 1, MAX_WORLD)
+    wanted = None if args.pattern == "all" else _patterns(args.pattern)
+    backend, devices = _backend(args.backend, world, wanted)
     options = Options(
-        world=None if args.world is None else _integer("--world", args.world, 1, MAX_WORLD),
+        world=world, backend=backend, devices=devices,
         modes=MODES if args.mode == "both" else (_one_of("--mode", args.mode, (*MODES, "both")),),
-        patterns=_patterns(args.pattern), tokens=_integer("--tokens", args.tokens, 1, MAX_TOKENS), uneven=args.uneven,
+        patterns=wanted or _available(backend), tokens=_integer("--tokens", args.tokens, 1, MAX_TOKENS), uneven=args.uneven,
         calls=DEFAULT_CALLS if args.calls is None else _integer("--calls", args.calls, 1, MAX_CALLS),
         timed_limit_s=TIMED_LIMIT_S if args.calls is None else None, json_path=args.json, debug=args.debug)
     if options.json_path is not None:
@@ -47,11 +58,29 @@ def parse_options(args: argparse.Namespace) -> Options:
     return options
 
 
-def _check_backend(name: str) -> None:
+def _backend(name: str, world: int | None, patterns: tuple[str, ...] | None) -> tuple[str, tuple[int, ...]]:
+    """(back end, GPUs). "auto" takes the GPUs where they can do all that was asked for by name."""
+    _one_of("--backend", name, ("auto", "cpu", "cuda"))
+    if name == "cpu":
+        return "cpu", ()
+    gpus = find_gpus()
+    lacking = [] if patterns is None or not gpus.number else [one for one in patterns if one not in _available("cuda")]
+    why = ""
+    if not gpus.number:
+        why = gpus.why_none
+    elif (ranks := world or int(os.environ.get("LOCAL_WORLD_SIZE", "1"))) > gpus.number:
+        why = f"{ranks} ranks, but {gpus.number} GPU{'s' * (gpus.number > 1)} can work together here"
+    elif lacking:
+        why = f"--pattern {','.join(lacking)}: GPUs have {', '.join(_available('cuda'))}"
+    if not why:
+        return "cuda", gpus.indices
     if name == "cuda":
-        raise ArgumentError("--backend cuda: this version of moe_tk has no CUDA backend yet; run the same layer on the CPU "
-                            "with --backend cpu (or auto)")
-    _one_of("--backend", name, ("auto", "cpu"))
+        raise ArgumentError(f"--backend cuda: {why}; run the same layer on the CPU with --backend cpu (or auto)")
+    return "cpu", ()
+
+
+def _available(backend: str) -> tuple[str, ...]:
+    return PATTERNS if backend == "cpu" else cuda_patterns()
 
 
 def _one_of(name: str, value: str, valid: tuple[str, ...]) -> str:
@@ -61,8 +90,6 @@ def _one_of(name: str, value: str, valid: tuple[str, ...]) -> str:
 
 
 def _patterns(text: str) -> tuple[str, ...]:
-    if text == "all":
-        return PATTERNS
     wanted = [_one_of("--pattern", word.strip(), PATTERNS) for word in text.split(",")]
     return tuple(pattern for pattern in PATTERNS if pattern in wanted)
 

@@ -15,7 +15,7 @@ class PatternRecord:
     shipped_squared: float       # ||y_ref||^2
     digests: list[str]           # of the output of every call, warm-up and traced one included
     seconds: list[float]         # of each timed call
-    bytes_dispatched: list[int]  # [R] to each rank, one call; [] on the serial path
+    bytes_dispatched: list[int]  # [R] to each rank, one call; [] on the serial path and on GPUs, as the next ones
     bytes_combined: list[int]    # [R]
     wait_s: dict[str, float]     # by phase, summed over blocks, mean of the timed calls
     busy_s: dict[str, float]
@@ -47,6 +47,7 @@ class RankRecord:
     reference_error_squared: float  # ||reference - y_ref||^2: two independent float64 computations
     shipped_squared: float
     modes: dict[str, ModeRecord]
+    gpu: str | None = None       # name of the rank's GPU; None on the CPU back end
 
 
 @dataclass(frozen=True)

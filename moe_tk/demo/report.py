@@ -46,7 +46,8 @@ def _show_task(console: Console, ranks: Sequence[RankRecord]) -> None:
         f"weighted sum of their outputs. Widths {sizes['hidden_size']} -> {sizes['intermediate_size']} -> {sizes['hidden_size']}, "
         f"SwiGLU, {ranks[0].dtype}.", highlight=False)
     grid = Table.grid(padding=(0, 2))
-    grid.add_row("[bold]ranks", f"{len(ranks)} process{'es' * (len(ranks) > 1)} of this machine; tokens: {_list(tokens)}")
+    places = f", one GPU each ({', '.join(dict.fromkeys(rank.gpu for rank in ranks))})" if ranks[0].gpu else ""
+    grid.add_row("[bold]ranks", f"{len(ranks)} process{'es' * (len(ranks) > 1)} of this machine{places}; tokens: {_list(tokens)}")
     for mode in ranks[0].modes:
         grid.add_row(f"[bold]{mode.upper()}", f"{MODE_TEXT[mode]}: {_share_of_rank(mode, ranks)}")
     for pattern in next(iter(ranks[0].modes.values())).patterns:
@@ -107,6 +108,9 @@ def _fused_pairs(results: Sequence[Result]) -> list[tuple[Result, Result]]:
 
 
 def _show_time(console: Console, ranks: Sequence[RankRecord], results: Sequence[Result]) -> None:
+    if ranks[0].gpu:
+        _show_gpu_time(console, results)
+        return
     section(console, "Why fuse?",
             f"Time: median of {_calls(len(results[0].seconds))}, slowest rank; the patterns took turns. Of one traced call: the "
             "point at which half of the results are on their way; rows that arrived after a rank's first tile had begun; results "
@@ -124,6 +128,21 @@ def _show_time(console: Console, ranks: Sequence[RankRecord], results: Sequence[
     console.print(table, highlight=False)
     for line, style in _conclusions(ranks, results):
         console.print(Text(line, style=style))
+
+
+def _show_gpu_time(console: Console, results: Sequence[Result]) -> None:
+    section(console, "How long does it take?",
+            f"Time of a whole call: median of {len(results[0].seconds)} measurements by CUDA events, each of calls one after the "
+            "other, slowest rank; exchange of the routing and schedule included. The patterns took turns.")
+    table = simple_table("", "us per\ncall", "fastest", "slowest", "time /\nserial")
+    for result, new_mode in _by_mode(results):
+        if new_mode:
+            table.add_section()
+        table.add_row(f"[bold]{result.name}", *(f"{1e6 * value:.0f}" for value in (result.median_s, min(result.seconds),
+                                                                                  max(result.seconds))), ratio(result.ratio))
+    console.print(table, highlight=False)
+    console.print(Text("A small layer on few tokens: the fixed cost of a call weighs more here than in the layers of large models. "
+                       "What happens inside of a call is not recorded on GPUs.", style="bold yellow"))
 
 
 def _calls(count: int) -> str:

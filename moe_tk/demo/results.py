@@ -38,6 +38,11 @@ class Result:
         return f"{self.mode.upper()} {self.pattern}"
 
     @property
+    def has_trace(self) -> bool:
+        """Whether the inside of a call was recorded: of fused patterns on the CPU back end."""
+        return any(record.trace for record in self.records)
+
+    @property
     def median_s(self) -> float:
         return statistics.median(self.seconds)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from moe_tk import reference
 from moe_tk.config import env
+from moe_tk.demo.bench_gpu import GpuBench, worst
 from moe_tk.demo.input import LayerInput, cut, load_input, padded_ids
 from moe_tk.demo.options import MIN_CALLS, Options
 from moe_tk.demo.records import Failure, ModeRecord, PatternRecord, RankRecord
@@ -46,8 +47,10 @@ def guarded(rank: int, world: int, options: Options, say: Say) -> RankRecord | F
 
 def measure(rank: int, world: int, options: Options, say: Say) -> RankRecord:
     """Runs every mode and pattern on this rank's piece of the input. A collective of the default group."""
+    on_gpus = options.backend == "cuda"
     torch.set_num_threads(1)
-    host_module()  # where it must be built first, nothing is timed or shown yet
+    if not on_gpus:
+        host_module()  # where it must be built first, nothing is timed or shown yet
     say("float64 reference", 0)
     whole = load_input(options.tokens)
     counts = cut(options.tokens, world, uneven=options.uneven)
@@ -57,29 +60,32 @@ def measure(rank: int, world: int, options: Options, say: Say) -> RankRecord:
     return RankRecord(
         rank=rank, tokens=counts[rank], sizes=whole.sizes, dtype=str(DTYPE).removeprefix("torch."),
         budget=reference.ERROR_BUDGET[DTYPE], reference_error_squared=_squared(want - mine.shipped.double()),
-        shipped_squared=_squared(mine.shipped), modes=modes)
+        shipped_squared=_squared(mine.shipped), modes=modes, gpu=torch.cuda.get_device_name() if on_gpus else None)
 
 
 def _measure_mode(mode: str, rank: int, counts: list[int], whole: LayerInput, mine: LayerInput, want: Tensor, options: Options,
                   say: Say) -> ModeRecord:
-    world = len(counts)
+    world, on_gpus = len(counts), options.backend == "cuda"
     w13, w2 = shard_weights(whole.w13, whole.w2, mode=mode, world=world, rank=rank)
     benches = {}
     for pattern in options.patterns:
         layer = MoELayer(None, **whole.sizes, max_tokens_per_rank=max(1, *counts), mode=mode, pattern=pattern, dtype=DTYPE,
-                         timeout_s=max(CALL_LIMIT_S, env("MOE_TK_TIMEOUT_S")))
+                         protocol="nvlink" if on_gpus else "auto", timeout_s=max(CALL_LIMIT_S, env("MOE_TK_TIMEOUT_S")))
+        if on_gpus:
+            w13, w2 = w13.to(layer.device), w2.to(layer.device)
         layer.load_weights(w13, w2)
-        benches[pattern] = _Bench(layer, mine, want)
+        benches[pattern] = (GpuBench if on_gpus else _Bench)(layer, mine, want)
     layer = benches[options.patterns[-1]].layer
     _call_all(mode, list(benches.values()), options, say)
     return ModeRecord(
         patterns={pattern: bench.record() for pattern, bench in benches.items()},
-        readiness=_readiness(layer, whole, counts), plan=layer.plan.explain(), starting_roles=_starting_roles(layer),
+        readiness=_readiness(layer, whole, counts), plan=layer.plan.explain(),
+        starting_roles=[] if on_gpus else _starting_roles(layer),
         experts=(0, whole.w13.shape[0]) if mode == "tp" else expert_range(whole.w13.shape[0], world, rank),
         columns=shard_range(whole.w2.shape[2], world, rank)[1] if mode == "tp" else whole.w2.shape[2])
 
 
-def _call_all(mode: str, benches: list[_Bench], options: Options, say: Say) -> None:
+def _call_all(mode: str, benches: list[_Bench] | list[GpuBench], options: Options, say: Say) -> None:
     """All calls. The patterns take turns, so that whatever else the machine does falls on all of them alike."""
     def each(kind: str) -> None:
         say(f"{mode.upper()}: {kind} calls", 0)
@@ -96,7 +102,10 @@ def _call_all(mode: str, benches: list[_Bench], options: Options, say: Say) -> N
             if group.gather(late, timeout_s=CALL_LIMIT_S, step="demo: go on?")[0]:  # rank 0's clock decides for all
                 say("", (options.calls - number) * len(benches))
                 break
-    each("traced")
+    if options.backend == "cpu":
+        each("traced")
+    else:
+        say("", len(benches))
 
 
 @dataclass
@@ -137,8 +146,8 @@ class _Bench:
         """After the traced call."""
         stats = self.layer.stats
         return PatternRecord(
-            error_squared=_worst(self.errors), reference_squared=_squared(self.want),
-            shipped_error_squared=_worst(self.shipped_errors), shipped_squared=_squared(self.mine.shipped),
+            error_squared=worst(self.errors), reference_squared=_squared(self.want),
+            shipped_error_squared=worst(self.shipped_errors), shipped_squared=_squared(self.mine.shipped),
             digests=self.digests, seconds=self.seconds, bytes_dispatched=list(stats.bytes_dispatched),
             bytes_combined=list(stats.bytes_combined), wait_s=_mean(self.waits), busy_s=_mean(self.busies), trace=stats.trace,
             traced_ns=self.traced_ns)
@@ -146,11 +155,6 @@ class _Bench:
 
 def _squared(tensor: Tensor) -> float:
     return float(tensor.double().square().sum())
-
-
-def _worst(values: list[float]) -> float:
-    """The largest; NaN if any is."""
-    return max(values, key=lambda value: float("inf") if value != value else value)
 
 
 def _mean(calls: list[dict[str, float]]) -> dict[str, float]:
@@ -165,8 +169,8 @@ def _starting_roles(layer: MoELayer) -> list[str]:
 
 def _readiness(layer: MoELayer, whole: LayerInput, counts: list[int]) -> dict[int, dict]:
     """The report of this rank's tables with one segment, and with as many as the plan has."""
-    ids, geometry, plan = padded_ids(whole.ids, counts), layer.session.geometry, layer.plan
-    columns = -(-geometry.out_width // plan.column_block)
+    ids, plan = padded_ids(whole.ids, counts), layer.plan
+    columns = -(-layer.hidden_size // plan.column_block)
     reports = {}
     for segments in sorted({1, plan.segments}):
         tables = build_tables(ids, token_counts=counts, world=len(counts), rank=layer.group.rank, num_experts=layer.num_experts,

@@ -9,22 +9,25 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
-from moe_tk.demo.options import DEFAULT_WORLD, MAX_WORLD, Options
+from moe_tk.demo.options import MAX_WORLD, Options, default_world
 from moe_tk.demo.records import Failure, RankRecord
 from moe_tk.errors import ArgumentError
-from moe_tk.runtime.build import build_host_module
+from moe_tk.runtime.build import build_cuda_module, build_host_module
 from moe_tk.runtime.launcher import RankFailure, RankProcesses
 from moe_tk.runtime.native_root import native_modules
 
+CUDA_MODULE, CUDA_ARCH = "moe_tk_nvlink", "90a"  # as in moe_tk.runtime.nvlink, which would load it here
 LIMIT_S = 600.0  # of the whole run; every wait inside has its own, shorter limit
 Progress = Callable[[str, int], None]
 
 
-def build_module() -> None:
+def build_module(backend: str = "cpu") -> None:
     """Builds the native module if it is not in the cache, before any rank waits for another."""
     for module in native_modules():
-        if module.kind == "host":
+        if backend == "cpu" and module.kind == "host":
             build_host_module(module.name, module.sources)
+        elif backend == "cuda" and module.name == CUDA_MODULE:
+            build_cuda_module(module.name, module.sources, arch=CUDA_ARCH)
 
 
 def start_ranks(options: Options, show: Progress, target: Callable | None = None) -> list[RankRecord]:
@@ -32,12 +35,13 @@ def start_ranks(options: Options, show: Progress, target: Callable | None = None
 
     target  what a rank does; default moe_tk.demo.run.rank_main, same arguments and result
     """
-    world = options.world or DEFAULT_WORLD
-    build_module()
+    world = options.world or default_world(options)
+    build_module(options.backend)
     show(f"starting {world} rank{'s' * (world > 1)}", 0)
     # Not Pipe() of the plain module: both ends are handed over to processes of the fork server.
     receive, send = multiprocessing.get_context("forkserver").Pipe(duplex=False)
-    with RankProcesses(world, target or _rank_main, options, send, timeout_s=LIMIT_S) as ranks:
+    devices = options.devices[:world] if options.backend == "cuda" else None
+    with RankProcesses(world, target or _rank_main, options, send, timeout_s=LIMIT_S, devices=devices) as ranks:
         send.close()
         listener = threading.Thread(target=_listen, args=(receive, show), daemon=True)
         listener.start()
@@ -93,9 +97,13 @@ def join_ranks(options: Options, show: Progress) -> list[RankRecord] | None:
 
     from moe_tk.demo.run import guarded
 
-    ours = not dist.is_initialized()
+    ours, on_gpus = not dist.is_initialized(), options.backend == "cuda"
+    if on_gpus and ours:
+        import torch
+
+        torch.cuda.set_device(options.devices[dist.get_node_local_rank(fallback_rank=0)])
     if ours:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=LIMIT_S))
+        dist.init_process_group("cpu:gloo,cuda:nccl" if on_gpus else "gloo", timeout=timedelta(seconds=LIMIT_S))
     try:
         rank, world = dist.get_rank(), dist.get_world_size()
         if options.world not in (None, world):

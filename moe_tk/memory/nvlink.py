@@ -106,12 +106,21 @@ class NvlinkWorkspace:
         self.heap = NvlinkHeap(group, end_of(tuple(self._symmetric.values())), device=device, timeout_s=timeout_s,
                                tag=f"workspace {generation} of {geometry.shared_key()}")
         self._local: dict[str, tuple[torch.Tensor, Item]] = {}
-        for items, fill in ((table_items(geometry), True), (row_items(geometry), False)):
-            make = torch.zeros if fill else torch.empty
-            buffer = make(end_of(items), dtype=torch.uint8, device=device)
-            self._local.update({item.name: (buffer, item) for item in items})
-        self.mailbox = torch.zeros(8, dtype=torch.int32, pin_memory=True)
-        torch.cuda.synchronize(device)
+        with group.local_step("workspace: local buffers", timeout_s=timeout_s):
+            self._allocate_local()
+
+    def _allocate_local(self) -> None:
+        """Raises CapacityError when the device has too little memory."""
+        try:
+            for items, make in ((table_items(self.geometry), torch.zeros), (row_items(self.geometry), torch.empty)):
+                buffer = make(end_of(items), dtype=torch.uint8, device=self.device)
+                self._local.update({item.name: (buffer, item) for item in items})
+        except torch.cuda.OutOfMemoryError as error:
+            size = end_of(table_items(self.geometry)) + end_of(row_items(self.geometry))
+            raise CapacityError(f"workspace: {size / 2**20:.1f} MiB of local buffers do not fit on {self.device}: use a smaller "
+                                f"max_tokens_per_rank. {str(error)[:500]}") from error
+        self.mailbox = torch.zeros(8, dtype=torch.int32, pin_memory=True, device="cpu")
+        torch.cuda.synchronize(self.device)
 
     @property
     def allocated_bytes(self) -> int:

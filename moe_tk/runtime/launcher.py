@@ -1,5 +1,5 @@
-"""Starts the ranks of a CPU group on this machine, bounded in time, and leaves no process behind. For demo and tests;
-under torchrun the ranks are there already."""
+"""Starts the ranks of a group on this machine, bounded in time, and leaves no process behind. For demo and tests; under
+torchrun the ranks are there already."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -47,7 +47,7 @@ def _end_with(launcher: ProcessName) -> None:
 
 
 def _rank_main(connection: Any, target: Callable, rank: int, world: int, store: str, timeout_s: float, launcher: ProcessName,
-               environment: dict[str, str], args: tuple) -> None:
+               environment: dict[str, str], device: int | None, args: tuple) -> None:
     threading.Thread(target=_end_with, args=(launcher,), name="watch of the launcher", daemon=True).start()
     os.environ.clear()  # the fork server's is the one of its start
     os.environ.update(environment)
@@ -57,23 +57,32 @@ def _rank_main(connection: Any, target: Callable, rank: int, world: int, store: 
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     try:
-        dist.init_process_group("gloo", store=dist.FileStore(store, world), rank=rank, world_size=world,
-                                timeout=timedelta(seconds=timeout_s))
+        if device is not None:
+            torch.cuda.set_device(device)
+        dist.init_process_group("gloo" if device is None else "cpu:gloo,cuda:nccl", store=dist.FileStore(store, world), rank=rank,
+                                world_size=world, timeout=timedelta(seconds=timeout_s))
         value = target(rank, world, *args)
         connection.send(("value", value))
     except BaseException:
         connection.send(("error", traceback.format_exc()))
     finally:
         connection.close()
+        if device is not None:
+            os._exit(0)  # a peer may be gone, and NCCL's part of a group is taken down by all ranks together
         if dist.is_initialized():
             dist.destroy_process_group()
 
 
 class RankProcesses:
     """`world` processes that run target(rank, world, *args). Use as a context manager: leaving it kills what is left. They end
-    with this process, also when it is killed."""
+    with this process, also when it is killed.
 
-    def __init__(self, world: int, target: Callable, *args: Any, timeout_s: float = 120.0) -> None:
+    devices  index of each rank's GPU, which is its current device then, in a group with gloo and NCCL; None: ranks of the CPU
+    """
+
+    def __init__(self, world: int, target: Callable, *args: Any, timeout_s: float = 120.0,
+                 devices: Sequence[int] | None = None) -> None:
+        self._devices = [None] * world if devices is None else list(devices)
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(list(PRELOAD))
         self.world, self.deadline, self.timeout_s = world, time.monotonic() + timeout_s, timeout_s
@@ -90,7 +99,7 @@ class RankProcesses:
         receive, send = context.Pipe(duplex=False)
         process = context.Process(target=_rank_main, name=f"rank {rank}", daemon=True,
                                   args=(send, target, rank, self.world, f"{self._folder.name}/store", self.timeout_s, own_process(),
-                                        dict(os.environ), args))
+                                        dict(os.environ), self._devices[rank], args))
         process.start()
         send.close()
         self._pipes.append(receive)

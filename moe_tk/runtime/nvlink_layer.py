@@ -66,6 +66,7 @@ class NvlinkLayer:
         self.geometry, self.device, self.timeout_s = geometry, device, timeout_s
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
         self.segments, self.row_block, self.passes = segments, row_block, passes
+        self.mover_blocks = 0  # blocks whose mover warp moves rows in GEMM 1; 0: all, which is right except to see what they cost
         self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms, traced=traced)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
@@ -88,9 +89,10 @@ class NvlinkLayer:
         fields = self._fields(variant, segments, signature, hidden, ids, weights, out)
         self.session.run(fields, stages=stages, timeout_s=self.timeout_s)
 
-    def refuse(self, signature: int) -> None:
-        """Tells the other ranks that this one does not make the call; they get PeerRefused."""
-        self.session.run(self._fields(0, 1, signature), stages=OPEN, timeout_s=self.timeout_s)
+    def refuse(self, signature: int, *, num_tokens: int = 0) -> None:
+        """Tells the other ranks that this one does not make the call; they get PeerRefused, or CapacityError when num_tokens are
+        more than the buffers hold."""
+        self.session.run({**self._fields(0, 1, signature), "num_tokens": num_tokens}, stages=OPEN, timeout_s=self.timeout_s)
 
     def _fields(self, variant: int, segments: int, signature: int, hidden: Tensor | None = None, ids: Tensor | None = None,
                 weights: Tensor | None = None, out: Tensor | None = None) -> dict[str, Any]:
@@ -103,4 +105,5 @@ class NvlinkLayer:
                 "ids_are_64": ids is not None and ids.dtype == torch.int64,
                 "weights_are_bf16": weights is not None and weights.dtype == torch.bfloat16, "variant": variant,
                 "segments": segments, "passes": self.passes or DEFAULT_PASSES, "weights_before_l2": self.weights_before_l2,
-                "alpha": self.activation.alpha, "beta": self.activation.beta, "limit": self.limit}
+                "alpha": self.activation.alpha, "beta": self.activation.beta, "limit": self.limit,
+                "mover_blocks": self.mover_blocks}

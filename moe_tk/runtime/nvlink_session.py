@@ -10,6 +10,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -36,6 +37,17 @@ OPEN, GATHER, SCATTER = 1, 2, 4        # nvlink::stage_bit
 _live: weakref.WeakSet[NvlinkSession] = weakref.WeakSet()
 
 
+def too_many_tokens(op: str, rank: int, num_tokens: int, limit: int) -> CapacityError:
+    """What all ranks raise when a rank has more tokens than the buffers hold."""
+    return CapacityError(f"{op}: rank {rank} had {num_tokens} tokens, more than max_tokens_per_rank={limit}. Nothing was "
+                         f"computed; make the layer with max_tokens_per_rank >= {num_tokens}.")
+
+
+def note_lost(mail: Any, rank: int) -> None:
+    """Tells the kernels, by the mailbox (int32), that the process of a rank is gone."""
+    mail[LOST_LOW + rank // 32] |= 1 << rank % 32 if rank % 32 < 31 else -(1 << 31)
+
+
 def usable_sms(sms: int, reserve_sms: int) -> int:
     """Blocks of a launch: whole clusters, of which one builds the tables and at least one sends rows."""
     least = 2 * OPEN_CLUSTER
@@ -59,12 +71,15 @@ class NvlinkSession:
         self._lock = threading.Lock()
         with torch.cuda.device(device):
             self.workspace = NvlinkWorkspace(group, geometry, device=device, generation=generation, timeout_s=timeout_s)
-            self.num_sms = usable_sms(torch.cuda.get_device_properties(device).multi_processor_count, reserve_sms)
-            module, fields = nvlink_module(traced), self.workspace.fields(self.num_sms)
+            with group.local_step("workspace: native part", timeout_s=timeout_s):
+                self.num_sms = usable_sms(torch.cuda.get_device_properties(device).multi_processor_count, reserve_sms)
+                module, fields = nvlink_module(traced), self.workspace.fields(self.num_sms)
             self.stamps = StampBuffer(group, module, device=device, num_sms=self.num_sms, timeout_s=timeout_s) if traced else None
-            self.native = module.Workspace({**fields, **self.stamps.fields()} if self.stamps else fields)
+            with group.local_step("workspace: launches", timeout_s=timeout_s):
+                self.native = module.Workspace({**fields, **self.stamps.fields()} if self.stamps else fields)
         self._mail = self.workspace.mailbox.numpy()
-        self.watch = LivenessWatch(group, self._note_lost, timeout_s=timeout_s)
+        # Not a method: the watch's thread would keep this session, and its memory, for ever.
+        self.watch = LivenessWatch(group, partial(note_lost, self._mail), timeout_s=timeout_s)
         group.gather(None, timeout_s=timeout_s, step="workspace: all ranks are ready")  # kernels are loaded everywhere
         _live.add(self)
 
@@ -72,9 +87,6 @@ class NvlinkSession:
         """Ordinal of a new layer on this session; layers are made in the same order on all ranks."""
         self.num_layers += 1
         return self.num_layers
-
-    def _note_lost(self, rank: int) -> None:
-        self._mail[LOST_LOW + rank // 32] |= 1 << rank % 32 if rank % 32 < 31 else -(1 << 31)
 
     @contextmanager
     def one_call(self, op: str, timeout_s: float) -> Iterator[None]:
@@ -114,16 +126,23 @@ class NvlinkSession:
         if reason == 0:
             return
         self._mail[VOID_REASON] = 0
-        if reason == REFUSED and rank != self.group.rank:
+        if reason == REFUSED and rank == self.group.rank:
+            return  # it has raised then
+        if reason == CAPACITY or reason == REFUSED and value > self.geometry.max_tokens:
+            raise too_many_tokens(op, rank, value, self.geometry.max_tokens)
+        if reason == REFUSED:
             raise PeerRefused(f"{op}: rank {rank} refused an earlier call (its own exception says why). Nothing was computed; all "
                               "ranks may go on.")
-        if reason == CAPACITY:
-            limit = self.geometry.max_tokens
-            raise CapacityError(f"{op}: in an earlier call rank {rank} had {value} tokens, more than max_tokens_per_rank={limit}. "
-                                f"Nothing was computed; make the layer with max_tokens_per_rank >= {value}.")
         if reason == DISAGREE:
             raise MoETkError(f"{op}: ranks disagreed about an earlier call: rank {rank} made another one than rank 0. All ranks "
                              "must make the same calls with the same shapes in the same order. Nothing was computed.")
+
+    def forget_verdict(self) -> None:
+        """For a rank that refuses a call and raises: waits for that call, so that what all ranks found about it (perhaps that
+        another rank refused it too) is not raised once more by the next one. Bounded; does nothing in a capture."""
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.current_stream(self.device).synchronize()
+            self._mail[VOID_REASON] = 0
 
     def synchronize(self, op: str, timeout_s: float) -> None:
         """Waits for the current stream of the device and raises what its calls failed with. Bounded, since all waits are."""
@@ -185,7 +204,8 @@ class NvlinkSessionCache:
         key = (*identity, geometry, device, reserve_sms, traced)
         session = self._sessions.get(key)
         usable = session is not None and session.poisoned is None
-        nvlink_module(traced)  # built before ranks wait for each other, so that nobody times out on a compiler
+        with group.local_step("workspace: native module", timeout_s=timeout_s):
+            nvlink_module(traced)  # built before ranks wait for each other, so that nobody times out on a compiler
         offer = {"have": session.generation if usable else 0, "last": self._generation.get(identity, 0),
                  "key": (geometry.shared_key(), traced), "geometry": f"{geometry}{', traced' * traced}"}
         offers = group.gather(offer, timeout_s=timeout_s, step="workspace: agree on one")

@@ -1,11 +1,12 @@
 """Runs a function of tests.cuda.checks on every rank, one process and one GPU each, and reports what failed.
 
-    run_ranks("tables,graphs", world=2, timeout_s=60)  from a test
+    run_ranks("tables,graphs", world=2, timeout_s=60)  from a test; names of another module: "checks_serial:tables"
     python -m tests.cuda.ranks CHECK RANK WORLD PORT  in each process
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import socket
 import subprocess
@@ -14,6 +15,18 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def run_check(rank: int, world: int, names: str) -> None:
+    """A job of the pools of tests/ranks.py, for ranks that stay up between tests: names as in run_ranks, the current device."""
+    import torch
+
+    from tests.cuda import checks
+
+    ranks = checks.Ranks(rank, world, torch.device("cuda", torch.cuda.current_device()))
+    for name in names.split(","):
+        module, _, function = name.rpartition(":")
+        getattr(importlib.import_module(f"tests.cuda.{module or 'checks'}"), function)(ranks)
 
 
 def free_port() -> int:
@@ -50,7 +63,7 @@ def main() -> None:
     import torch
     import torch.distributed as dist
 
-    from tests.cuda import checks, trace_checks
+    from tests.cuda import checks
 
     # The device is not the rank, so that nothing can take the one for the other.
     device = torch.device("cuda", (rank + 1) % torch.cuda.device_count())
@@ -59,7 +72,9 @@ def main() -> None:
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=world)
     for name in check.split(","):
         begin = time.monotonic()
-        getattr(trace_checks if hasattr(trace_checks, name) else checks, name)(checks.Ranks(rank, world, device))
+        home, _, function = name.rpartition(":")
+        module = importlib.import_module(f"tests.cuda.{home or 'checks'}")
+        getattr(module, function)(checks.Ranks(rank, world, device))
         print(f"{name}: passed in {time.monotonic() - begin:.1f} s", flush=True)
     os._exit(0)  # a peer may be gone: no collective tear-down
 

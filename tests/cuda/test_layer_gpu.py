@@ -1,37 +1,62 @@
-"""The layer over NVLink on real GPUs: each test starts one process per GPU and runs a check of tests/cuda/checks.py there."""
+"""The layer over NVLink on real GPUs: each test runs a function of tests/cuda/checks.py or company.py on every rank."""
 
 from __future__ import annotations
 
 import pytest
-import torch
+from backends import cuda, needs
 
-from tests.cuda.ranks import run_ranks
+from tests.cuda.ranks import run_check
 
-DEVICES = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
-HOPPERS = sum(torch.cuda.get_device_capability(index) == (9, 0) for index in DEVICES)
-FEW = f"needs two GPUs of compute capability 9.0, found {HOPPERS}"
-two_gpus = [pytest.mark.multi_gpu, pytest.mark.skipif(HOPPERS < 2, reason=FEW)]
-one_gpu = [pytest.mark.gpu, pytest.mark.skipif(HOPPERS < 1, reason="needs a GPU of compute capability 9.0")]
-WORLDS = [pytest.param(1, marks=one_gpu), pytest.param(2, marks=two_gpus)]
+WORLDS = [pytest.param(world, marks=needs(world)) for world in (1, 2)]
 
 
 @pytest.mark.parametrize("world", WORLDS)
-@pytest.mark.parametrize("check", ["tables", "layer_against_reference", "back_to_back", "graphs", "streams_and_devices",
-                                   "traced_layer"])
-def test_check_on_every_rank(check, world):
-    if world == 1 and check == "streams_and_devices":
-        pytest.skip("needs a second device to be the current one")
-    run_ranks(check, world=world)
+@pytest.mark.parametrize("check", ["tables", "layer_against_reference", "back_to_back", "graphs",
+                                   "trace_checks:traced_layer"])
+def test_check_on_every_rank(run_ranks, check, world):
+    run_ranks(world, run_check, check, backend="cuda")
 
 
-@pytest.mark.multi_gpu
-@pytest.mark.skipif(HOPPERS < 2, reason=FEW)
+@pytest.mark.parametrize("backend", [cuda(world=2)])
+def test_sym_04_num_07_streams_and_devices(run_ranks, backend):
+    run_ranks(2, run_check, "streams_and_devices", backend=backend)
+
+
+@pytest.mark.parametrize("backend", [cuda(world=2)])
 @pytest.mark.parametrize("check", ["refusals", "late_rank", "missing_rank"])
-def test_ranks_that_differ(check):
-    run_ranks(check)
+def test_ranks_that_differ(run_ranks, check, backend):
+    run_ranks(2, run_check, check, backend=backend)
 
 
-@pytest.mark.multi_gpu
-@pytest.mark.skipif(HOPPERS < 2, reason=FEW)
-def test_krn_11_killed_rank_is_lost_within_a_second():
-    assert "survived" in run_ranks("dead_rank", killed=(1,))
+@pytest.mark.parametrize("backend", [cuda(world=2)])
+@pytest.mark.parametrize("check", ["dead_rank", "company:killed_in_flight"])
+def test_krn_11_killed_rank_is_lost_within_a_second(pools, check, backend):
+    survivor, killed = pools.fresh(2, run_check, check, backend=backend)
+    assert survivor.error is None, survivor.error
+    assert killed.exit_code == -9
+
+
+@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize("others", ["matrix_products", "sleepers"])
+def test_krn_03_other_streams_hold_multiprocessors(run_ranks, others, world):
+    run_ranks(world, run_check, f"company:beside_{others}", backend="cuda")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_grf_05_the_first_call_is_inside_a_capture(run_ranks, world):
+    run_ranks(world, run_check, "company:first_call_in_a_capture", backend="cuda")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_grf_06_another_mode_between_capture_and_replay(run_ranks, world):
+    run_ranks(world, run_check, "company:another_mode_after_the_capture", backend="cuda")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_sym_01_memory_of_an_allocator_that_cannot_export(run_ranks, world):
+    run_ranks(world, run_check, "company:expandable_segments", backend="cuda")
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_layers_of_several_groups_and_geometries_in_turn(run_ranks, world):
+    run_ranks(world, run_check, "company:several_groups_and_geometries", backend="cuda")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import pty
 import threading
 
 import pytest
+from backends import cuda
 from demo_helpers import break_rank_1, corrupt_weight, run_python
 
+from moe_tk.cli.demo import add_arguments
 from moe_tk.cli.main import main
-from moe_tk.demo import results, start
-from moe_tk.demo.options import Options
+from moe_tk.demo import gpus, results, start
+from moe_tk.demo.options import Options, default_world, parse_options
 from moe_tk.runtime.launcher import RankFailure
 
 PATTERNS = ["serial", "two_kernel", "mega"]
@@ -44,8 +47,8 @@ def whole_run(tmp_path_factory):
     reader = threading.Thread(target=_drain, args=(terminal, shown))
     reader.start()
     try:
-        done = run_python("-m", "moe_tk", "demo", "--world", "2", "--tokens", "300", "--calls", "2", "--json", str(path), stdout=-1,
-                          stderr=its_end)
+        done = run_python("-m", "moe_tk", "demo", "--backend", "cpu", "--world", "2", "--tokens", "300", "--calls", "2", "--json",
+                          str(path), stdout=-1, stderr=its_end)
     finally:
         os.close(its_end)
         reader.join(10)
@@ -117,7 +120,7 @@ def test_two_kernel_and_mega_give_the_same_bits(whole_run):
 def test_torchrun_ranks_are_joined_and_rank_0_prints(tmp_path):
     path = tmp_path / "run.json"
     done = run_python("-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moe_tk", "demo", "--tokens", "64",
-                      "--calls", "1", "--pattern", "serial,mega", "--json", str(path))
+                      "--calls", "1", "--pattern", "serial,mega", "--backend", "cpu", "--json", str(path))
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("PASS  4 of 4") == 1 and "\x1b" not in done.stdout + done.stderr
     assert done.stderr.count("EP: timed calls") == 1  # plain lines, from one rank
@@ -125,13 +128,15 @@ def test_torchrun_ranks_are_joined_and_rank_0_prints(tmp_path):
 
 
 def test_uneven_ranks_and_a_rank_without_tokens(capsys):
-    assert main(["demo", "--world", "3", "--uneven", "--tokens", "60", "--calls", "1", "--mode", "ep", "--pattern", "mega"]) == 0
+    words = ["--uneven", "--tokens", "60", "--calls", "1", "--mode", "ep", "--pattern", "mega", "--backend", "cpu"]
+    assert main(["demo", "--world", "3", *words]) == 0
     assert "tokens: 40, 20, 0" in capsys.readouterr().out
 
 
 def test_budget_of_0_is_exit_1(capsys, monkeypatch):
     monkeypatch.setattr(results, "error_budget", lambda ranks: 0.0)
-    assert main(["demo", "--world", "1", "--tokens", "16", "--calls", "1", "--mode", "ep", "--pattern", "mega"]) == 1
+    words = ["--tokens", "16", "--calls", "1", "--mode", "ep", "--pattern", "mega", "--backend", "cpu"]
+    assert main(["demo", "--world", "1", *words]) == 1
     out = capsys.readouterr().out
     assert "FAIL  over the error budget: EP mega" in out and "OVER BUDGET" in out and "PASS" not in out
 
@@ -161,11 +166,60 @@ def test_the_rank_that_failed_is_named_in_one_line(calls, text):
 
 def test_failure_is_one_line_and_debug_shows_the_tracebacks(monkeypatch, capsys):
     monkeypatch.setattr(start, "_rank_main", break_rank_1)
-    words = ["demo", "--world", "2", "--mode", "ep", "--pattern", "mega", "--tokens", "64", "--calls", "1"]
+    words = ["demo", "--world", "2", "--mode", "ep", "--pattern", "mega", "--tokens", "64", "--calls", "1", "--backend", "cpu"]
     assert main([*words, "--debug"]) == 1
     err = capsys.readouterr().err
     assert "moe_tk: RankFailure: rank 1 failed: ValueError: no table today" in err
     assert err.count("Traceback (most recent call last)") == 2 and "in broken" in err
+
+
+H200 = {"index": 0, "name": "NVIDIA H200", "major": 9, "minor": 0}
+TWO = {"devices": [H200, {**H200, "index": 1}], "peers": [{"from": a, "to": 1 - a, "access": 1} for a in (0, 1)]}
+
+
+@pytest.mark.parametrize(("machine", "words", "backend", "devices"), [
+    (TWO, [], "cuda", (0, 1)), (TWO, ["--backend", "cpu"], "cpu", ()), (TWO, ["--world", "1"], "cuda", (0, 1)),
+    (TWO, ["--world", "3"], "cpu", ()), (TWO, ["--pattern", "mega,two_kernel"], "cpu", ()),
+    (TWO, ["--pattern", "two_kernel"], "cuda", (0, 1)), ({**TWO, "peers": []}, ["--backend", "cuda"], "cuda", (0,)),
+    ({"devices": [{**H200, "major": 8}], "peers": []}, [], "cpu", ()),
+    ({"devices": [], "peers": [], "error": "none"}, [], "cpu", ()),
+])
+def test_back_end_follows_the_gpus_and_what_was_asked_for(machine, words, backend, devices, monkeypatch):
+    monkeypatch.setattr(gpus, "query_cuda", lambda environ: machine)
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    options = parse_options(parser.parse_args(words))
+    assert (options.backend, options.devices) == (backend, devices)
+    if backend == "cuda":
+        assert "mega" not in options.patterns and default_world(options) == len(devices)
+    elif "--pattern" not in words:
+        assert options.patterns == ("serial", "two_kernel", "mega") and default_world(options) == 4
+
+
+@pytest.mark.parametrize(("machine", "words", "text"), [
+    ({"devices": [], "peers": [], "error": "no driver"}, [], "no driver"), (TWO, ["--world", "3"], "3 ranks, but 2 GPUs can work"),
+    (TWO, ["--pattern", "mega"], "--pattern mega: GPUs have"),
+    ({"devices": [{**H200, "name": "A100", "major": 8}], "peers": []}, [], "no GPU of compute capability 9.0 (Hopper) among A100"),
+])
+def test_what_gpus_cannot_do_is_one_line(machine, words, text, monkeypatch, capsys):
+    monkeypatch.setattr(gpus, "query_cuda", lambda environ: machine)
+    assert main(["demo", "--backend", "cuda", *words]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("moe_tk demo: --backend cuda: ") and text in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(("backend", "world"), [cuda(1, world=1), cuda(2, world=2)])
+def test_real_layer_on_gpus(backend, world, tmp_path):
+    """The command on GPUs: right, repeats equal, a time for each pattern, and nothing that was not measured."""
+    path = tmp_path / "run.json"
+    done = run_python("-m", "moe_tk", "demo", "--backend", backend, "--world", str(world), "--calls", "3", "--json", str(path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    content = json.loads(path.read_text())
+    assert len(content["gpus"]) == world and content["passed"]
+    for result in content["results"]:
+        assert result["error"] <= content["error_budget"] and result["repeats_equal"] and len(result["seconds"]) == 3
+        assert result["timeline"] is None and result["busy_s"] == {} and all(0 < value < 0.1 for value in result["seconds"])
+    assert "How long does it take?" in done.stdout and "Who did what when" not in done.stdout and "PASS" in done.stdout
 
 
 @pytest.mark.parametrize(("words", "text"), [
@@ -173,8 +227,8 @@ def test_failure_is_one_line_and_debug_shows_the_tracebacks(monkeypatch, capsys)
     (["--world", "two"], "--world is 'two', wanted an integer from 1 to 8"),
     (["--mode", "pp"], "--mode is 'pp', wanted one of ep, tp, both"),
     (["--pattern", "mega,giga"], "--pattern is 'giga', wanted one of serial, two_kernel, mega"),
-    (["--backend", "rocm"], "--backend is 'rocm', wanted one of auto, cpu"),
-    (["--backend", "cuda"], "--backend cuda: this version of moe_tk has no CUDA backend yet"),
+    (["--backend", "rocm"], "--backend is 'rocm', wanted one of auto, cpu, cuda"),
+    (["--backend", "cuda", "--pattern", "mega"], "--backend cuda: "),
     (["--tokens", "4097"], "--tokens is 4097, wanted an integer from 1 to 4096"),
     (["--json", "no/such/folder/x.json"], "the folder"),
     (["--calls"], "expected one argument"),

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from layer_ranks import Told, attempt, call_and_check
-from moe_cases import LayerCase
+from moe_cases import LayerCase, meet
 from ranks import leftovers
 from torch.distributed.device_mesh import init_device_mesh
 
@@ -35,12 +35,14 @@ def in_subgroup(rank: int, world: int, case: LayerCase, members: list[int]) -> A
 
 def in_meshes(rank: int, world: int, case: LayerCase) -> Told:
     """A layer over a one-dimensional mesh, over a row of a two-dimensional one, and the refusal of two dimensions."""
-    line = init_device_mesh("cpu", (world,))
+    kind = case.backend
+    line = init_device_mesh(kind, (world,))
     call_and_check(case.layer(line), case, 0)
-    grid = init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("data", "expert"))
-    layer = case.layer(grid["expert"])
-    assert layer.group.world == world // 2 and layer.group.rank == rank % (world // 2)
-    call_and_check(layer, case, 0)
+    grid = init_device_mesh(kind, (2, world // 2), mesh_dim_names=("data", "expert"))
+    if kind == "cpu":  # rows of a CUDA mesh have NCCL only
+        layer = case.layer(grid["expert"])
+        assert layer.group.world == world // 2 and layer.group.rank == rank % (world // 2)
+        call_and_check(layer, case, 0)
     return attempt(lambda: case.layer(grid))
 
 
@@ -63,16 +65,18 @@ def rebuild_group(rank: int, world: int, case: LayerCase, folder: str, lives: in
     for life in range(lives):
         if life:
             store = dist.FileStore(f"{folder}/store{life}", world)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timedelta(seconds=30))
+            dist.init_process_group("gloo" if case.backend == "cpu" else "cpu:gloo,cuda:nccl", store=store, rank=rank,
+                                    world_size=world, timeout=timedelta(seconds=30))
         layer = case.layer()
         for epoch in range(len(case.counts)):
             call_and_check(layer, case, epoch)
-        x = torch.full((3, 8), float(rank + life))
-        gathered = moe_tk.ops.ag_gemm(x, torch.eye(8))
-        assert gathered.equal(torch.cat([torch.full((3, 8), float(r + life)) for r in range(world)]))
+        if case.backend == "cpu":
+            x = torch.full((3, 8), float(rank + life))
+            gathered = moe_tk.ops.ag_gemm(x, torch.eye(8))
+            assert gathered.equal(torch.cat([torch.full((3, 8), float(r + life)) for r in range(world)]))
         kept = [layer] if life % 2 else []
+        meet(layer)
         del layer
-        dist.barrier()
         dist.destroy_process_group()
         if life % 2 == 0:
             assert leftovers() == []
@@ -97,7 +101,10 @@ def rebuilt_layers(rank: int, world: int, case: LayerCase) -> tuple[int, int]:
     """Layers of one geometry share a workspace; it goes with the last of them. (sessions alive with two, with none)"""
     import gc
 
-    from moe_tk.runtime.session import _live
+    if case.backend == "cpu":
+        from moe_tk.runtime.session import _live
+    else:
+        from moe_tk.runtime.nvlink_session import _live
 
     first, second = case.layer(), case.layer()
     assert first.session is second.session and (first.ordinal, second.ordinal) == (1, 2)

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from layer_ranks import Told, attempt, call_and_check, digest
-from moe_cases import LayerCase
+from moe_cases import LayerCase, call, load, moved
 from torch import Tensor
 
 from moe_tk.layer import MoELayer
+from moe_tk.weights import shard_weights
 
 Inputs = tuple[Any, Any, Any]
 
@@ -45,7 +46,7 @@ def refuse_and_go_on(rank: int, world: int, case: LayerCase, kinds: list[str], c
     for kind in kinds:
         inputs = case.inputs(0, world, rank)
         given = BAD_INPUTS[kind](*inputs) if rank == culprit else inputs
-        told[kind] = attempt(lambda given=given: layer(*given))
+        told[kind] = attempt(lambda given=given: call(layer, *given))
         call_and_check(layer, case, 0)
     assert int(layer.expert_load.sum()) * len(kinds) > 0 or layer.num_local_experts == 0
     return told
@@ -53,13 +54,12 @@ def refuse_and_go_on(rank: int, world: int, case: LayerCase, kinds: list[str], c
 
 def refuse_weights_missing(rank: int, world: int, case: LayerCase) -> Told:
     """Rank 0 has loaded no weights yet; after it has, calls are right."""
-    layer = MoELayer(num_experts=case.num_experts, top_k=case.top_k, hidden_size=case.hidden, intermediate_size=case.inter,
-                     max_tokens_per_rank=case.max_tokens, dtype=case.dtype)
-    loaded = case.layer()
+    layer = case.empty_layer()
+    weights = shard_weights(*case.weights(), mode=layer.mode, world=world, rank=rank)
     if rank != 0:
-        layer.load_weights(loaded._w13, loaded._w2)
-    told = attempt(lambda: layer(*case.inputs(0, world, rank)))
-    layer.load_weights(loaded._w13, loaded._w2)
+        load(layer, *weights)
+    told = attempt(lambda: call(layer, *case.inputs(0, world, rank)))
+    load(layer, *weights)
     call_and_check(layer, case, 0)
     return told
 
@@ -70,8 +70,8 @@ def overflow(rank: int, world: int, case: LayerCase, counts: tuple[int, ...]) ->
     before = digest(call_and_check(layer, case, 0))
     loads = layer.expert_load.clone()
     tokens = counts[rank]
-    told = attempt(lambda: layer(torch.zeros(tokens, case.hidden, dtype=case.dtype),
-                                 torch.zeros(tokens, case.top_k, dtype=torch.int32), torch.ones(tokens, case.top_k)))
+    told = attempt(lambda: call(layer, torch.zeros(tokens, case.hidden, dtype=case.dtype),
+                                torch.zeros(tokens, case.top_k, dtype=torch.int32), torch.ones(tokens, case.top_k)))
     assert layer.expert_load.equal(loads), "a call that was refused is counted"
     assert digest(call_and_check(layer, case, 0)) == before
     return told
@@ -81,7 +81,7 @@ def differ(rank: int, world: int, case: LayerCase, options: list[dict[str, Any]]
     """Every rank makes a layer with its own options (options[rank]) and calls it."""
     layers: list[MoELayer] = []
     told = attempt(lambda: layers.append(case.layer(**options[rank])))
-    return attempt(lambda: layers[0](*case.inputs(0, world, rank))) if layers else told
+    return attempt(lambda: call(layers[0], *case.inputs(0, world, rank))) if layers else told
 
 
 def call_in_other_order(rank: int, world: int, case: LayerCase, other: LayerCase) -> Told:
@@ -90,7 +90,7 @@ def call_in_other_order(rank: int, world: int, case: LayerCase, other: LayerCase
     for layer, mine in zip(layers, (case, other), strict=True):
         call_and_check(layer, mine, 0)
     chosen = 1 if rank == 0 else 0
-    told = attempt(lambda: layers[chosen](*(case, other)[chosen].inputs(0, world, rank)))
+    told = attempt(lambda: call(layers[chosen], *(case, other)[chosen].inputs(0, world, rank)))
     if case == other:  # one workspace: nothing was lost
         call_and_check(layers[0], case, 0)
     return told
@@ -106,7 +106,19 @@ def never_comes(rank: int, world: int, case: LayerCase, absent: list[int], timeo
     if rank in absent:
         time.sleep(timeout_s + 0.5)
         return []
-    return [attempt(lambda: layer(*inputs)), attempt(lambda: layer(*inputs))]
+    return [attempt(lambda: call(layer, *inputs)), attempt(lambda: call(layer, *inputs))]
+
+
+def launches_too_little(rank: int, world: int, case: LayerCase, stopped: int, stages: int, timeout_s: float) -> Told:
+    """Rank `stopped` makes only these stages of its call on the CUDA back end (a mask of nvlink_session.OPEN, ...)."""
+    layer = case.layer(timeout_s=timeout_s)
+    call_and_check(layer, case, 0)
+    inputs = [moved(tensor, layer.device) for tensor in case.inputs(0, world, rank)]
+    if rank != stopped:
+        return attempt(lambda: call(layer, *inputs))
+    layer._calls.forward(*inputs, torch.empty_like(inputs[0]), signature=layer._signature, stages=stages)
+    time.sleep(timeout_s + 0.5)
+    return "stopped", "", 0.0
 
 
 def stops_inside(rank: int, world: int, case: LayerCase, stopped: int, launch: int, timeout_s: float) -> Told:
@@ -193,4 +205,4 @@ def skip_when_empty(rank: int, world: int, case: LayerCase) -> Told:
     if rank == world - 1:
         time.sleep(1.0)
         return "skipped", "", 0.0
-    return attempt(lambda: layer(*case.inputs(0, world, rank)))
+    return attempt(lambda: call(layer, *case.inputs(0, world, rank)))

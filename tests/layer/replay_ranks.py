@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from layer_ranks import call_and_check
-from moe_cases import LayerCase, digest, poison
+from moe_cases import LayerCase, digest, meet, poison
 from torch import Tensor
 
 from moe_tk.layer import MoELayer
@@ -163,3 +163,16 @@ def cross_the_wrap(rank: int, world: int, case: LayerCase, start: int) -> int:
     for epoch in [*range(len(case.counts))] * 2:
         call_and_check(layer, case, epoch)
     return layer.session.native.epoch
+
+
+def cross_the_wrap_on_gpus(rank: int, world: int, case: LayerCase, start: int) -> int:
+    """cross_the_wrap for the CUDA back end, whose epoch and flags are words of device memory; the epoch at the end."""
+    layer = case.layer()
+    workspace = layer.session.workspace
+    workspace.local("epoch").fill_(start - 2**32)
+    for name in ("posted", "rows_posted", "combined"):
+        workspace.region(name, torch.int32).fill_(start - 2**32)
+    meet(layer)
+    for epoch in [*range(len(case.counts))] * 2:
+        call_and_check(layer, case, epoch)
+    return int(workspace.local("epoch")[0])

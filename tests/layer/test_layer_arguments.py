@@ -6,15 +6,17 @@ import re
 
 import pytest
 import torch
+from backends import needs, on_both
 from layer_ranks import digest
-from moe_cases import LayerCase
+from moe_cases import LayerCase, call, device_of, load, moved
 
 import moe_tk
-from moe_tk.errors import ArgumentError, ArgumentTypeError, MoETkError
+from moe_tk.errors import ArgumentError, ArgumentTypeError, CapacityError, MoETkError
 from moe_tk.layer import MoELayer
 from moe_tk.runtime.launch import Activation
 
 SIZES = dict(num_experts=8, top_k=2, hidden_size=16, intermediate_size=8, max_tokens_per_rank=32, dtype=torch.float32)
+SIZES_OF = {"cpu": SIZES, "cuda": {**SIZES, "dtype": torch.bfloat16, "protocol": "nvlink"}}
 T, K, H, INTER, E = 5, 2, 16, 8, 8
 
 # (changed arguments, class, what the message must say)
@@ -56,10 +58,25 @@ LAYERS = [
 ]
 
 
-@pytest.mark.parametrize("changed, kind, text", LAYERS, ids=[str(changed) for changed, _, _ in LAYERS])
-def test_ops_04_arguments_of_a_layer(changed, kind, text, nothing_left):
+OF_THE_CPU = ("pattern", "protocol", "dtype", "compute_blocks", "pull")  # each back end has its own choices
+CUDA_LAYERS = [
+    *(row for row in LAYERS if not set(row[0]) & set(OF_THE_CPU)),
+    ({"pattern": "fused"}, ArgumentError, "pattern is 'fused', wanted one of auto, "),
+    ({"dtype": torch.float32}, ArgumentTypeError, "dtype is torch.float32, wanted torch.bfloat16"),
+    ({"row_block": 100}, ArgumentError, "row_block is 100, wanted one of 64, 128 or None"),
+    ({"reserve_sms": -1}, ArgumentError, "reserve_sms is -1, wanted an integer >= 0"),
+    ({"reserve_sms": 2000}, ArgumentError, "reserve_sms is 2000, wanted at most"),
+    ({"top_k": 33, "num_experts": 64}, ArgumentError, "top_k is 33, wanted 1..32 on the CUDA back end"),
+    ({"activation": Activation(gate_limit=1.0)}, ArgumentError, "the CUDA back end wants both equal, or none"),
+]
+
+
+@pytest.mark.parametrize("backend, changed, kind, text", [
+    *(pytest.param("cpu", *row, id=f"cpu-{row[0]}") for row in LAYERS),
+    *(pytest.param("cuda", *row, id=f"cuda-{row[0]}", marks=needs(1)) for row in CUDA_LAYERS)])
+def test_ops_04_arguments_of_a_layer(backend, changed, kind, text, nothing_left):
     with pytest.raises(kind, match=re.escape(text)) as caught:
-        MoELayer(**{**SIZES, **changed})
+        MoELayer(**{**SIZES_OF[backend], **changed})
     assert type(caught.value) is kind and isinstance(caught.value, ValueError)
 
 
@@ -80,9 +97,9 @@ def test_activation_values_that_no_kernel_would_follow(form, text):
         Activation(**form)
 
 
-def good_call() -> dict:
-    return dict(hidden_states=torch.randn(T, H), topk_ids=torch.zeros(T, K, dtype=torch.int32), topk_weights=torch.ones(T, K),
-                out=None)
+def good_call(backend: str = "cpu") -> dict:
+    return dict(hidden_states=torch.randn(T, H, dtype=SIZES_OF[backend]["dtype"]), topk_ids=torch.zeros(T, K, dtype=torch.int32),
+                topk_weights=torch.ones(T, K), out=None)
 
 
 # (changed arguments of a call, class, what the message must say)
@@ -115,14 +132,45 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("changed, kind, text", CALLS, ids=[f"{'+'.join(changed)}-{i}" for i, (changed, _, _) in enumerate(CALLS)])
-def test_ops_04_arguments_of_a_call(changed, kind, text, nothing_left):
-    case = LayerCase(((T,),), ("uniform",), E, K, H, INTER, 32)
+BF16 = torch.bfloat16
+CUDA_CALLS = [
+    *(row for row in CALLS if set(row[0]) <= {"topk_ids", "topk_weights"} and "on rank 0" not in row[2]),  # values stay on the GPU
+    ({"hidden_states": torch.zeros(T, H + 8, dtype=BF16)}, ArgumentError,
+     "hidden_states has shape [5, 24], wanted [T, H] = [any, 16]"),
+    ({"hidden_states": torch.zeros(T, H)}, ArgumentTypeError, "hidden_states has dtype float32, wanted bfloat16"),
+    ({"hidden_states": None}, ArgumentTypeError, "hidden_states must be a tensor [T, H], got NoneType"),
+    ({"hidden_states": torch.zeros(T, H, device="meta", dtype=BF16)}, ArgumentError,
+     "hidden_states is on meta, but this layer runs on cuda"),
+    ({"hidden_states": torch.zeros(T, H, dtype=BF16).to_sparse()}, ArgumentTypeError,
+     "hidden_states has layout torch.sparse_coo, wanted a dense tensor"),
+    ({"hidden_states": torch.zeros(33, H, dtype=BF16)}, CapacityError, "rank 0 had 33 tokens, more than max_tokens_per_rank=32"),
+    ({"out": torch.zeros(T + 1, H, dtype=BF16)}, ArgumentError, "out has shape [6, 16], wanted [T, H] = [5, 16]"),
+    ({"out": torch.zeros(T, H)}, ArgumentTypeError, "out has dtype float32, wanted bfloat16"),
+    ({"out": torch.zeros(H, T, dtype=BF16).T}, ArgumentError, "out has strides (1, 5)"),
+]
+
+
+@pytest.mark.parametrize("backend, changed, kind, text", [
+    *(pytest.param("cpu", *row, id=f"cpu-{'+'.join(row[0])}-{i}") for i, row in enumerate(CALLS)),
+    *(pytest.param("cuda", *row, id=f"cuda-{'+'.join(row[0])}-{i}", marks=needs(1)) for i, row in enumerate(CUDA_CALLS))])
+def test_ops_04_arguments_of_a_call(backend, changed, kind, text, nothing_left):
+    case = LayerCase(((T,),), ("uniform",), E, K, H, INTER, 32).on(backend)
     layer = case.layer()
+    right = {name: moved(value, device_of(layer)) for name, value in good_call(backend).items()}
     with pytest.raises(kind, match=re.escape(text)) as caught:
-        layer(**{**good_call(), **changed})
+        layer(**{**right, **{name: moved(value, device_of(layer)) for name, value in changed.items()}})
     assert type(caught.value) is kind
-    layer(**good_call())
+    layer(**right)
+    layer.synchronize()
+
+
+def test_a_tensor_of_the_cpu_is_refused_by_a_layer_on_a_gpu_and_the_other_way(nothing_left):
+    """That it says where the tensor is and where the layer runs; the other way needs a GPU."""
+    layer = LayerCase(((T,),), ("uniform",), E, K, H, INTER, 32).layer()
+    devices = ["meta", *(["cuda"] if torch.cuda.is_available() else [])]
+    for device in devices:
+        with pytest.raises(ArgumentError, match=f"hidden_states is on {device}.*, but this layer runs on the CPU back end"):
+            layer(**{**good_call(), "hidden_states": torch.zeros(T, H, device=device)})
 
 
 # (w13, w2, flags, what the message must say)
@@ -140,12 +188,15 @@ WEIGHTS = [
 
 
 @pytest.mark.parametrize("w13, w2, flags, text", WEIGHTS, ids=[text[:30] for *_, text in WEIGHTS])
-def test_ops_04_arguments_of_load_weights(w13, w2, flags, text, nothing_left):
-    layer = MoELayer(**SIZES)
-    with pytest.raises(ArgumentError, match=re.escape(text)):
-        layer.load_weights(w13, w2, **flags)
+@on_both
+def test_ops_04_arguments_of_load_weights(backend, w13, w2, flags, text, nothing_left):
+    dtype = SIZES_OF[backend]["dtype"]
+    layer = MoELayer(**SIZES_OF[backend])
+    given = [w.to(dtype) if isinstance(w, torch.Tensor) and w.dtype == torch.float32 else w for w in (w13, w2)]
+    with pytest.raises(ArgumentError, match=re.escape(text.replace("float32", str(dtype)[6:]))):
+        load(layer, *given, **flags)
     with pytest.raises(ArgumentError, match=re.escape("the layer has no weights: call load_weights(w13, w2) first")):
-        layer(**good_call())
+        call(layer, *list(good_call(backend).values())[:3])
 
 
 ESTIMATES = [
@@ -176,9 +227,9 @@ def test_ops_04_protocol_from_the_environment(value, monkeypatch, nothing_left):
 
 def test_ops_04_every_refusal_is_one_line():
     """No message of the tables above has a line break, and all are below 300 characters."""
-    for call in [lambda c=c: MoELayer(**{**SIZES, **c}) for c, _, _ in LAYERS]:
+    for changed, _, _ in LAYERS:
         with pytest.raises(MoETkError) as caught:
-            call()
+            MoELayer(**{**SIZES, **changed})
         assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
 
 
@@ -186,31 +237,33 @@ ID_DTYPES = {torch.int32: True, torch.int64: True, torch.int16: False, torch.uin
 WEIGHT_DTYPES = {torch.float32: True, torch.bfloat16: True, torch.float16: False, torch.float64: False, torch.int64: False}
 
 
-def test_num_04_ids_and_weights_of_any_type_are_right_or_refused(nothing_left):
+@on_both
+def test_num_04_ids_and_weights_of_any_type_are_right_or_refused(backend, nothing_left):
     """int32 and int64 ids give equal bits, bf16 weights become float32; others are TypeErrors that name the valid types."""
-    case = LayerCase(((40,),), ("uniform",))
+    case = LayerCase(((40,),), ("uniform",)).on(backend)
     layer = case.layer()
     hidden, ids, weights = case.inputs(0, 1, 0)
     weights = weights.bfloat16().float()  # the same values in every type
-    wanted = digest(layer(hidden, ids, weights))
+    wanted = digest(call(layer, hidden, ids, weights))
     for dtype, accepted in ID_DTYPES.items():
         if accepted:
-            assert digest(layer(hidden, ids.to(dtype), weights)) == wanted
+            assert digest(call(layer, hidden, ids.to(dtype), weights)) == wanted
             continue
         with pytest.raises(TypeError, match=f"topk_ids has dtype {str(dtype)[6:]}, wanted int32 or int64"):
-            layer(hidden, ids.to(dtype), weights)
+            call(layer, hidden, ids.to(dtype), weights)
     for dtype, accepted in WEIGHT_DTYPES.items():
         if accepted:
-            assert digest(layer(hidden, ids, weights.to(dtype))) == wanted
+            assert digest(call(layer, hidden, ids, weights.to(dtype))) == wanted
             continue
         with pytest.raises(TypeError, match=f"topk_weights has dtype {str(dtype)[6:]}, wanted float32 or bfloat16"):
-            layer(hidden, ids, weights.to(dtype))
+            call(layer, hidden, ids, weights.to(dtype))
 
 
 def _strided(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
     """The same values with other strides; what lies between them is garbage."""
     rows, columns = tensor.shape
-    garbage = torch.full((rows, 2 * columns), 3 if not tensor.is_floating_point() else float("nan"), dtype=tensor.dtype)
+    garbage = torch.full((rows, 2 * columns), 3 if not tensor.is_floating_point() else float("nan"), dtype=tensor.dtype,
+                         device=tensor.device)
     wide = torch.cat([tensor, garbage], dim=1)[:, :columns]
     every_second = garbage.clone()
     every_second[:, ::2] = tensor
@@ -220,34 +273,38 @@ def _strided(tensor: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("how", ["wide", "every second", "transposed", "offset"])
-def test_num_05_strides_are_honoured(how, nothing_left):
+@on_both
+def test_num_05_strides_are_honoured(backend, how, nothing_left):
     """Slices of wider tensors, steps, transposes: the bits of the contiguous call."""
-    case = LayerCase(((40,),), ("uniform",))
-    layer = case.layer()
-    inputs = case.inputs(0, 1, 0)
-    wanted = digest(layer(*inputs))
+    layer, inputs = layer_and_inputs(backend)
+    wanted = digest(layer(*inputs).cpu())
     for place in range(3):
         given = list(inputs)
         given[place] = _strided(inputs[place])[how]
-        assert digest(layer(*given)) == wanted
+        assert digest(layer(*given).cpu()) == wanted
 
 
-def test_num_05_expanded_inputs(nothing_left):
-    case = LayerCase(((40,),), ("uniform",))
+def layer_and_inputs(backend: str) -> tuple[MoELayer, list[torch.Tensor]]:
+    """A layer with weights, and inputs on its device."""
+    case = LayerCase(((40,),), ("uniform",)).on(backend)
     layer = case.layer()
-    hidden, ids, weights = case.inputs(0, 1, 0)
+    return layer, [moved(tensor, device_of(layer)) for tensor in case.inputs(0, 1, 0)]
+
+
+@on_both
+def test_num_05_expanded_inputs(backend, nothing_left):
+    layer, (hidden, ids, weights) = layer_and_inputs(backend)
     row = hidden[:1].expand(40, -1), ids[:1].expand(40, -1), weights[:1, :1].expand(40, 3)
-    assert digest(layer(*row)) == digest(layer(*(tensor.clone() for tensor in row)))
+    assert digest(layer(*row).cpu()) == digest(layer(*(tensor.clone() for tensor in row)).cpu())
 
 
-def test_num_05_no_large_silent_copy(monkeypatch, nothing_left):
+@on_both
+def test_num_05_no_large_silent_copy(monkeypatch, backend, nothing_left):
     """Above the stated size a strided input is refused, with the size and the remedy."""
     from moe_tk import arguments
 
-    case = LayerCase(((40,),), ("uniform",))
-    layer = case.layer()
-    hidden, ids, weights = case.inputs(0, 1, 0)
-    monkeypatch.setattr(arguments, "COPY_LIMIT_BYTES", 40 * 40 * 4 - 1)
+    layer, (hidden, ids, weights) = layer_and_inputs(backend)
+    monkeypatch.setattr(arguments, "COPY_LIMIT_BYTES", 40 * 40 * hidden.element_size() - 1)
     with pytest.raises(ArgumentError, match=r"hidden_states has strides \(1, 40\) .* pass hidden_states.contiguous\(\)"):
         layer(hidden.T.contiguous().T, ids, weights)
     layer(hidden, ids, weights)

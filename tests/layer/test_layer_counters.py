@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from layer_ranks import send_counts
-from moe_cases import LayerCase, with_options
+from backends import each_pattern, on_both, ranks_on
+from layer_ranks import loads
+from moe_cases import LayerCase, call, with_options
 
 from moe_tk.errors import ArgumentError
 from moe_tk.schedule import expert_range
@@ -14,23 +15,26 @@ CASE = LayerCase(((50,),), ("uniform",), max_tokens=64)
 
 
 @pytest.mark.parametrize("mode", ["ep", "tp"])
-@pytest.mark.parametrize("pattern", ["mega", "two_kernel", "serial"])
-def test_expert_load_counts_the_pairs_of_every_local_expert(run_ranks, pattern, mode):
+@each_pattern("mega", "two_kernel", "serial", world=2)
+def test_expert_load_counts_the_pairs_of_every_local_expert(run_ranks, backend, pattern, mode):
     """Over ranks with different T, skipped and duplicate ids: exactly the valid pairs."""
-    case = LayerCase(((20, 0, 7),), ("half",), options=dict(pattern=pattern, mode=mode))
-    ids = torch.cat([case.inputs(0, 3, rank)[1] for rank in range(3)])
+    world = ranks_on(backend, 3)
+    case = LayerCase(((20, 0, 7),), ("half",), options=dict(pattern=pattern, mode=mode)).on(backend)
+    ids = torch.cat([case.inputs(0, world, rank)[1] for rank in range(world)])
     wanted = [int((ids == expert).sum()) for expert in range(10)]
-    for rank, (_, _, load) in enumerate(run_ranks(3, send_counts, case, 0)):
-        first, count = expert_range(10, 3, rank) if mode == "ep" else (0, 10)
+    for rank, load in enumerate(run_ranks(world, loads, case, 0, backend=backend)):
+        first, count = expert_range(10, world, rank) if mode == "ep" else (0, 10)
         assert load == wanted[first:first + count]
 
 
-def test_expert_load_adds_up_and_is_reset(nothing_left):
-    layer = CASE.layer()
-    inputs = CASE.inputs(0, 1, 0)
-    layer(*inputs)
+@on_both
+def test_expert_load_adds_up_and_is_reset(backend, nothing_left):
+    case = CASE.on(backend)
+    layer = case.layer()
+    inputs = case.inputs(0, 1, 0)
+    call(layer, *inputs)
     once = layer.expert_load.clone()
-    layer(*inputs)
+    call(layer, *inputs)
     assert layer.expert_load.equal(2 * once) and int(once.sum()) == 150 and layer.expert_load.dtype == torch.int64
     layer.reset_expert_load()
     assert int(layer.expert_load.sum()) == 0
@@ -38,7 +42,8 @@ def test_expert_load_adds_up_and_is_reset(nothing_left):
 
 @pytest.mark.parametrize("pattern, launches", [("mega", 1), ("two_kernel", 2), ("serial", 0)])
 def test_stats_of_a_call(pattern, launches, nothing_left):
-    """Number of launches, time by phase, and a trace that covers every item once when it is asked for."""
+    """Number of launches, time by phase, and a trace that covers every item once when it is asked for. Of the CPU back end: kernels
+    on GPUs count no time of their own."""
     layer = with_options(CASE, pattern=pattern).layer()
     layer.record_trace = True
     layer(*CASE.inputs(0, 1, 0))
@@ -64,7 +69,8 @@ def test_plan_explains_every_choice(nothing_left):
 
 
 def test_sch_08_validate_names_rank_token_slot_and_value(monkeypatch, nothing_left):
-    """MOE_TK_VALIDATE=1: an id outside is refused instead of skipped; -1 is still "skip"."""
+    """MOE_TK_VALIDATE=1: an id outside is refused instead of skipped; -1 is still "skip". Of the CPU back end: the host never looks
+    at ids that are on a GPU."""
     layer = CASE.layer()
     hidden, ids, weights = CASE.inputs(0, 1, 0)
     ids[4, 2], ids[5, 0] = -1, 10

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 import torch
+from backends import hoppers, needs
 from layer_ranks import run_epochs
-from moe_cases import ROUTINGS, LayerCase
+from moe_cases import PATTERNS_OF, ROUTINGS, LayerCase
 
 FACTORS = {
     "mode": ("ep", "tp"),
@@ -18,6 +19,11 @@ FACTORS = {
     # experts, top_k, hidden, inter, max_tokens, segments: tails of all kinds, more segments than the ring holds
     "sizes": ((10, 3, 40, 36, 96, None), (3, 2, 72, 80, 40, 1), (16, 8, 128, 64, 64, 4), (5, 1, 8, 9, 130, 3)),
     "world": (2, 3, 4, 8),
+}
+CUDA_FACTORS = {
+    **FACTORS, "pattern": tuple((name, False) for name in PATTERNS_OF["cuda"]), "dtype": (torch.bfloat16,),
+    "sizes": (*FACTORS["sizes"], (31, 6, 192, 264, 200, 2), (64, 8, 264, 72, 333, None)), "world": (1, max(2, hoppers())),
+    "row_block": (None, 64, 128),
 }
 
 
@@ -57,24 +63,38 @@ def case_of(factors: dict, number: int) -> LayerCase:
     routings = tuple(ROUTINGS[(number + epoch) % len(ROUTINGS)] for epoch in range(6))
     options = dict(mode=factors["mode"], pattern=pattern, pull=pull, weight_position=factors["weight_position"],
                    activation=activation, swiglu_limit=limit, segments=segments)
+    if "row_block" in factors:
+        options["row_block"] = factors["row_block"]
     counts = counts_of(factors["world"], most)
     return LayerCase(counts, routings, experts, top_k, hidden, inter, most, factors["dtype"], number, options)
 
 
-CASES = pairwise(FACTORS)
-NAMES = ["-".join([c["mode"], c["pattern"][0], "pull" if c["pattern"][1] else "push", str(c["dtype"])[6:], str(c["world"]), str(i)])
-         for i, c in enumerate(CASES)]
+CASES = {"cpu": pairwise(FACTORS), "cuda": pairwise(CUDA_FACTORS)}
 
 
-def test_the_selection_covers_every_pair():
-    seen = {frozenset(pair) for case in CASES for pair in itertools.combinations(case.items(), 2)}
+def name_of(backend: str, number: int) -> str:
+    c = CASES[backend][number]
+    return "-".join([backend, c["mode"], c["pattern"][0], "pull" if c["pattern"][1] else "push", str(c["dtype"])[6:],
+                     str(c["world"]), str(number)])
+
+
+PARAMETERS = [
+    *(pytest.param("cpu", number, id=name_of("cpu", number)) for number in range(len(CASES["cpu"]))),
+    *(pytest.param("cuda", number, id=name_of("cuda", number), marks=needs(case["world"]))
+      for number, case in enumerate(CASES["cuda"])),
+]
+
+
+@pytest.mark.parametrize("backend, factors", [("cpu", FACTORS), ("cuda", CUDA_FACTORS)], ids=["cpu", "cuda"])
+def test_the_selection_covers_every_pair(backend, factors):
+    seen = {frozenset(pair) for case in CASES[backend] for pair in itertools.combinations(case.items(), 2)}
     wanted = {frozenset(((a, va), (b, vb)))
-              for a, b in itertools.combinations(FACTORS, 2) for va in FACTORS[a] for vb in FACTORS[b]}
-    assert wanted <= seen and len(CASES) < 60
+              for a, b in itertools.combinations(factors, 2) for va in factors[a] for vb in factors[b]}
+    assert wanted <= seen and len(CASES[backend]) < 60
 
 
-@pytest.mark.parametrize("number", range(len(CASES)), ids=NAMES)
-def test_layer_equals_the_reference(run_ranks, number):
+@pytest.mark.parametrize("backend, number", PARAMETERS)
+def test_layer_equals_the_reference(run_ranks, backend, number):
     """Six epochs on one object with other T and routing each time, poisoned memory, one rank late (OPS-05, KRN-12, SCH-09)."""
-    factors = CASES[number]
-    run_ranks(factors["world"], run_epochs, case_of(factors, number), delay_seed=number)
+    factors = CASES[backend][number]
+    run_ranks(factors["world"], run_epochs, case_of(factors, number).on(backend), delay_seed=number, backend=backend)

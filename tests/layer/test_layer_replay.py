@@ -1,10 +1,12 @@
-"""The CPU model of CUDA graphs: launches replayed with frozen arguments. What a call counts with lives in workspace memory."""
+"""The CPU model of CUDA graphs: launches replayed with frozen arguments. What a call counts with lives in workspace memory. Real
+graphs are replayed in tests/cuda."""
 
 from __future__ import annotations
 
 import pytest
+from backends import each_world
 from moe_cases import LayerCase, with_options
-from replay_ranks import cross_the_wrap, replay_mixed, replay_one
+from replay_ranks import cross_the_wrap, cross_the_wrap_on_gpus, replay_mixed, replay_one
 
 PATTERNS = [("mega", False), ("mega", True), ("two_kernel", False), ("two_kernel", True)]
 
@@ -38,6 +40,12 @@ def test_counters_cross_the_end_of_32_bits(run_ranks, pattern, pull):
     case = LayerCase(((40, 30, 7), (3, 0, 40), (40, 40, 40)), ("uniform", "half", "zipf"), max_tokens=40,
                      options=dict(pattern=pattern, pull=pull))
     assert run_ranks(3, cross_the_wrap, case, 2**32 - 3) == [3, 3, 3]
+
+
+@each_world((), (1, 2))
+def test_counters_on_gpus_cross_the_end_of_32_bits(run_ranks, backend, world):
+    case = LayerCase(((40, 30), (3, 0), (40, 40)), ("uniform", "half", "zipf"), max_tokens=40).on(backend)
+    assert run_ranks(world, cross_the_wrap_on_gpus, case, 2**32 - 3, backend=backend) == [3] * world
 
 
 def test_krn_04_many_calls_without_a_pause(run_ranks):

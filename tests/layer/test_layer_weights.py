@@ -4,28 +4,23 @@ from __future__ import annotations
 
 import pytest
 import torch
+from backends import cuda, on_both
 from layer_ranks import call_and_check, digest
-from moe_cases import LayerCase, check_result, expected, with_options
+from moe_cases import PATTERNS_OF, LayerCase, call, check_result, device_of, expected, load, moved, with_options
 
 from moe_tk import reference
-from moe_tk.layer import MoELayer
 from moe_tk.runtime.launch import Activation
 from moe_tk.weights import shard_weights
 
 CASE = LayerCase(((50,),), ("uniform",), max_tokens=64)
 
 
-def empty_layer(case: LayerCase, **options) -> MoELayer:
-    return MoELayer(num_experts=case.num_experts, top_k=case.top_k, hidden_size=case.hidden, intermediate_size=case.inter,
-                    max_tokens_per_rank=case.max_tokens, dtype=case.dtype, **options)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend, dtype", [("cpu", torch.float32), ("cpu", torch.bfloat16), cuda(torch.bfloat16, world=1)])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_checkpoint_layouts_give_the_same_bits(interleaved, transposed, dtype, nothing_left):
+def test_checkpoint_layouts_give_the_same_bits(interleaved, transposed, backend, dtype, nothing_left):
     """Gate and up rows alternating, matrices transposed, both: the layer is the same."""
-    case = LayerCase(CASE.counts, CASE.routings, max_tokens=64, dtype=dtype)
+    case = LayerCase(CASE.counts, CASE.routings, max_tokens=64, dtype=dtype).on(backend)
     w13, w2 = case.weights()
     inputs = case.inputs(0, 1, 0)
     wanted = digest(call_and_check(case.layer(), case, 0))
@@ -35,14 +30,15 @@ def test_checkpoint_layouts_give_the_same_bits(interleaved, transposed, dtype, n
         given13 = torch.stack([gate, up], dim=2).reshape(w13.shape)
     if transposed:
         given13, given2 = given13.transpose(1, 2).contiguous(), given2.transpose(1, 2).contiguous()
-    layer = empty_layer(case)
-    layer.load_weights(given13, given2, interleaved=interleaved, transposed=transposed)
-    assert digest(layer(*inputs)) == wanted
+    layer = case.empty_layer()
+    load(layer, given13, given2, interleaved=interleaved, transposed=transposed)
+    assert digest(call(layer, *inputs)) == wanted
 
 
 def test_weights_in_our_layout_are_not_copied_and_views_are(nothing_left):
+    """Of the CPU back end: kernels on GPUs have a layout of their own, always a copy."""
     w13, w2 = CASE.weights()
-    layer = empty_layer(CASE)
+    layer = CASE.empty_layer()
     layer.load_weights(w13, w2)
     assert layer._w13.data_ptr() == w13.data_ptr() and layer._w2.data_ptr() == w2.data_ptr()
     wide = torch.cat([w13, torch.full_like(w13, float("nan"))], dim=2)
@@ -75,51 +71,59 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("pattern", ["mega", "two_kernel", "serial"])
+ONE_LIMIT = [name for name, form in FORMS.items() if form.gate_limit == form.up_limit]  # that of the kernels on GPUs
+
+
+@pytest.mark.parametrize("backend, pattern, form", [
+    *(("cpu", pattern, form) for pattern in PATTERNS_OF["cpu"] for form in FORMS),
+    *(cuda(pattern, form, world=1) for pattern in PATTERNS_OF["cuda"] for form in ONE_LIMIT)])
 @pytest.mark.parametrize("weight_position", ["before_l2", "combine"])
-def test_activation_forms_and_weight_positions(pattern, form, weight_position, nothing_left):
+def test_activation_forms_and_weight_positions(backend, pattern, form, weight_position, nothing_left):
     """Limits bite on these inputs; each form differs from plain SwiGLU, and the layer from it too."""
-    case = with_options(CASE, pattern=pattern, activation=FORMS[form], weight_position=weight_position)
+    case = with_options(CASE, pattern=pattern, activation=FORMS[form], weight_position=weight_position).on(backend)
     layer = case.layer()
     inputs = case.inputs(0, 1, 0)
-    got, want = layer(*inputs), expected(case, layer, inputs)
+    got, want = call(layer, *inputs), expected(case, layer, inputs)
     check_result(got, want, inputs[1], case.num_experts, case.dtype)
     plain = reference.moe_layer(*inputs, *case.weights())
     assert form == "swiglu" or reference.relative_error(plain, want) > 1e-3
 
 
 def test_named_activations_are_their_formulas(nothing_left):
-    assert empty_layer(CASE).activation == Activation()
-    assert empty_layer(CASE, activation="gpt_oss").activation == FORMS["gpt_oss"]
-    assert empty_layer(CASE, swiglu_limit=7).activation == Activation(gate_limit=7.0, up_limit=7.0)
-    assert empty_layer(CASE, activation=FORMS["gate only"], swiglu_limit=2.0).activation == Activation(gate_limit=2.0, up_limit=2.0)
+    assert CASE.empty_layer().activation == Activation()
+    assert CASE.empty_layer(activation="gpt_oss").activation == FORMS["gpt_oss"]
+    assert CASE.empty_layer(swiglu_limit=7).activation == Activation(gate_limit=7.0, up_limit=7.0)
+    assert CASE.empty_layer(activation=FORMS["gate only"], swiglu_limit=2.0).activation == Activation(gate_limit=2.0, up_limit=2.0)
 
 
-def test_weight_positions_agree_in_float32_and_differ_in_bfloat16(nothing_left):
+@pytest.mark.parametrize("backend, dtype, bound", [("cpu", torch.float32, 1e-6), ("cpu", torch.bfloat16, 1e-2),
+                                                  cuda(torch.bfloat16, 1e-2, world=1)])
+def test_weight_positions_agree_in_float32_and_differ_in_bfloat16(backend, dtype, bound, nothing_left):
     """Equal in exact arithmetic; in bfloat16 the rounding falls elsewhere, and both stay within the budget."""
-    for dtype, bound in ((torch.float32, 1e-6), (torch.bfloat16, 1e-2)):
-        case = LayerCase(CASE.counts, CASE.routings, max_tokens=64, dtype=dtype)
-        first, second = (call_and_check(with_options(case, weight_position=p).layer(), case, 0) for p in ("before_l2", "combine"))
-        assert reference.relative_error(first, second.double()) <= bound
-        assert dtype == torch.float32 or not first.equal(second)
+    case = LayerCase(CASE.counts, CASE.routings, max_tokens=64, dtype=dtype).on(backend)
+    first, second = (call_and_check(with_options(case, weight_position=p).layer(), case, 0) for p in ("before_l2", "combine"))
+    assert reference.relative_error(first, second.double()) <= bound
+    assert dtype == torch.float32 or not first.equal(second)
 
 
-def test_out_may_be_the_input(nothing_left):
+@on_both
+def test_out_may_be_the_input(backend, nothing_left):
     """Each row of the result is written after the row's last reader, so out= may be hidden_states itself."""
-    for pattern in ("mega", "two_kernel", "serial"):
+    for pattern in PATTERNS_OF[backend]:
         for segments in (1, 4):
-            case = with_options(LayerCase(((200,),), ("half",), max_tokens=256), pattern=pattern, segments=segments)
+            case = with_options(LayerCase(((200,),), ("half",), max_tokens=256), pattern=pattern, segments=segments).on(backend)
             layer = case.layer()
-            hidden, ids, weights = case.inputs(0, 1, 0)
-            wanted = digest(layer(hidden, ids, weights))
+            hidden, ids, weights = (moved(tensor, device_of(layer)) for tensor in case.inputs(0, 1, 0))
+            wanted = digest(layer(hidden, ids, weights).cpu())
             given = hidden.clone()
-            assert digest(layer(given, ids, weights, out=given)) == wanted
+            assert digest(layer(given, ids, weights, out=given).cpu()) == wanted
 
 
-def test_grad_is_refused_unless_it_is_off(nothing_left):
-    layer = CASE.layer()
-    hidden, ids, weights = CASE.inputs(0, 1, 0)
+@on_both
+def test_grad_is_refused_unless_it_is_off(backend, nothing_left):
+    case = CASE.on(backend)
+    layer = case.layer()
+    hidden, ids, weights = (moved(tensor, device_of(layer)) for tensor in case.inputs(0, 1, 0))
     needs = hidden.clone().requires_grad_()
     with pytest.raises(ValueError, match=r"hidden_states has requires_grad=True, but .* forward pass only: .* "
                        r"hidden_states.detach\(\)"):
@@ -127,25 +131,27 @@ def test_grad_is_refused_unless_it_is_off(nothing_left):
     with pytest.raises(ValueError, match="topk_weights has requires_grad=True"):
         layer(hidden, ids, weights.clone().requires_grad_())
     with pytest.raises(ValueError, match="w13 has requires_grad=True"):
-        layer.load_weights(layer._w13.clone().requires_grad_(), layer._w2)
+        load(layer, case.weights()[0].requires_grad_(), case.weights()[1])
     with torch.no_grad():
         assert not layer(needs, ids, weights).requires_grad
     with torch.inference_mode():
-        assert digest(layer(hidden, ids, weights)) == digest(layer(needs, ids, weights))
+        assert digest(layer(hidden, ids, weights).cpu()) == digest(layer(needs, ids, weights).cpu())
 
 
-def test_modes_of_the_caller_do_not_reach_into_the_layer(nothing_left):
+@on_both
+def test_modes_of_the_caller_do_not_reach_into_the_layer(backend, nothing_left):
     """Made under inference_mode, a meta default device and a float64 default dtype, called outside of them and the other way."""
-    inputs = CASE.inputs(0, 1, 0)
-    wanted = digest(CASE.layer()(*inputs))
-    weights = CASE.weights()
+    case = CASE.on(backend)
+    inputs = case.inputs(0, 1, 0)
+    wanted = digest(call(case.layer(), *inputs))
+    weights = case.weights()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.inference_mode(), torch.device("meta"):
-            layer = empty_layer(CASE)
-            layer.load_weights(*weights)
-            assert digest(layer(*inputs)) == wanted
+            layer = case.empty_layer()
+            load(layer, *weights)
+            assert digest(call(layer, *inputs)) == wanted
     finally:
         torch.set_default_dtype(torch.float32)
-    assert digest(layer(*inputs)) == wanted and int(layer.expert_load.sum()) == 300
+    assert digest(call(layer, *inputs)) == wanted and int(layer.expert_load.sum()) == 300
     layer.reset_expert_load()

@@ -6,7 +6,8 @@ import itertools
 
 import pytest
 import torch
-from memory_ranks import SIZES, allocated
+from backends import each_world
+from memory_ranks import SIZES, allocated, allocated_on_gpu
 
 import moe_tk
 from moe_tk.memory.geometry import Geometry
@@ -26,6 +27,18 @@ def test_sym_05_estimate_is_the_allocation(run_ranks, world):
     for results in run_ranks(world, allocated, GRID if world < 8 else GRID[::5]):
         for estimated, claimed, segment, local in results:
             assert estimated == claimed == segment + local
+
+
+GPU_GRID = [dict(mode=mode, max_tokens_per_rank=tokens, top_k=top_k, intermediate_size=inter, segments=segments)
+            for mode, (tokens, top_k, inter, segments) in itertools.product(
+                ["ep", "tp"], [(1, 1, 12, None), (40, 2, 13, 4), (4096, 6, 40, 2)])]
+
+
+@each_world((), (1, 2))
+def test_sym_05_estimate_is_the_allocation_on_gpus(run_ranks, backend, world):
+    for results in run_ranks(world, allocated_on_gpu, GPU_GRID, backend=backend):
+        for estimated, claimed, held in results:
+            assert estimated == claimed == held
 
 
 def test_sym_05_no_factor_is_applied_twice():

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-import torch.distributed as dist
-from moe_cases import LayerCase, digest, expected, poison
+from moe_cases import LayerCase, call, clear, digest, expected, load, meet, poison
 
 from moe_tk import reference
 from moe_tk.weights import shard_weights
@@ -19,15 +18,12 @@ def clean_and_poisoned(rank: int, world: int, case: LayerCase) -> None:
         inputs = case.inputs(epoch, world, rank)
         bits = []
         for fill in ("zero", "nan"):
-            dist.barrier()
+            meet(layer)
             poison(layer)
             if fill == "zero":
-                for name in layer.session.workspace._local:
-                    layer.session.workspace.local(name).zero_()
-                for name in ("arrivals", "planes"):
-                    layer.session.workspace.region(name, layer.dtype).zero_()
-            dist.barrier()
-            bits.append(digest(layer(*inputs)))
+                clear(layer)
+            meet(layer)
+            bits.append(digest(call(layer, *inputs)))
         assert bits[0] == bits[1], f"epoch {epoch} reads what it did not write"
 
 
@@ -35,12 +31,12 @@ def one_bad_token(rank: int, world: int, case: LayerCase, value: float) -> None:
     """One token of rank 0 holds NaN or an infinity: its own row is not finite, all other rows keep their bits."""
     layer = case.layer()
     hidden, ids, weights = case.inputs(0, world, rank)
-    clean = layer(hidden, ids, weights)
+    clean = call(layer, hidden, ids, weights)
     if rank == 0:
         hidden = hidden.clone()
         hidden[2] = value
         ids = ids.clone()
-    damaged = layer(hidden, ids, weights)
+    damaged = call(layer, hidden, ids, weights)
     others = torch.ones(len(hidden), dtype=torch.bool)
     if rank == 0:
         others[2] = False
@@ -54,9 +50,9 @@ def bad_weights_at_skipped_ids(rank: int, world: int, case: LayerCase) -> None:
     hidden, ids, weights = case.inputs(0, world, rank)
     skipped = (ids < 0) | (ids >= case.num_experts)
     assert bool(skipped.any())
-    clean = layer(hidden, ids, weights.masked_fill(skipped, 0.0))
+    clean = call(layer, hidden, ids, weights.masked_fill(skipped, 0.0))
     for value in (float("nan"), float("inf")):
-        assert digest(layer(hidden, ids, weights.masked_fill(skipped, value))) == digest(clean)
+        assert digest(call(layer, hidden, ids, weights.masked_fill(skipped, value))) == digest(clean)
 
 
 def bad_expert(rank: int, world: int, case: LayerCase) -> None:
@@ -64,9 +60,9 @@ def bad_expert(rank: int, world: int, case: LayerCase) -> None:
     layer = case.layer()
     w13, w2 = case.weights()
     w13[3] = float("nan")
-    layer.load_weights(*shard_weights(w13, w2, mode=layer.mode, world=world, rank=rank))
+    load(layer, *shard_weights(w13, w2, mode=layer.mode, world=world, rank=rank))
     hidden, ids, weights = case.inputs(0, world, rank)
-    got = layer(hidden, ids, weights)
+    got = call(layer, hidden, ids, weights)
     chose = (ids == 3).any(1)
     assert bool(chose.any()) and bool((~chose).any())
     assert bool(got[chose].isnan().any(1).all())
@@ -81,7 +77,7 @@ def fill_on(rank: int, world: int, case: LayerCase, calls: int) -> list[str]:
     try:
         layer = case.layer()
         inputs = case.inputs(0, world, rank)
-        got = [layer(*inputs) for _ in range(calls)]
+        got = [call(layer, *inputs) for _ in range(calls)]
         assert reference.relative_error(got[-1], expected(case, layer, inputs)) <= reference.ERROR_BUDGET[case.dtype]
         return [digest(one) for one in got]
     finally:
@@ -93,6 +89,35 @@ def other_plans(rank: int, world: int, case: LayerCase, variants: list[dict]) ->
     results = []
     for options in variants:
         layer = replace(case, options={**case.options, **options}).layer()
-        results.append(digest(layer(*case.inputs(0, world, rank))))
+        results.append(digest(call(layer, *case.inputs(0, world, rank))))
         del layer
     return results
+
+
+def bad_weight(rank: int, world: int, case: LayerCase) -> None:
+    """What a router makes of NaN logits: one token of rank 0 with NaN weights, one with the first expert in all places. Only these
+    rows differ, and the first one shows it."""
+    layer = case.layer()
+    hidden, ids, weights = case.inputs(0, world, rank)
+    clean = call(layer, hidden, ids, weights)
+    others = torch.ones(len(hidden), dtype=torch.bool)
+    if rank == 0:
+        ids, weights = ids.clone(), weights.clone()
+        weights[2], ids[5], others[2], others[5] = float("nan"), 0, False, False
+    damaged = call(layer, hidden, ids, weights)
+    assert digest(damaged[others]) == digest(clean[others])
+    if rank == 0:
+        want = layer.reference(hidden, ids, weights, *case.weights())
+        assert bool(damaged[2].isnan().all())
+        assert reference.relative_error(damaged[5], want[5]) <= 3 * reference.ERROR_BUDGET[case.dtype]
+
+
+def with_shared_expert(rank: int, world: int, case: LayerCase) -> None:
+    """A shared expert beside the layer, ten times as large: added once on the source rank, in either mode, it counts once."""
+    layer = case.layer()
+    inputs = case.inputs(0, world, rank)
+    generator = torch.Generator().manual_seed(99)
+    shared = 10 * torch.randn(case.hidden, case.hidden, generator=generator).to(case.dtype) / case.hidden**0.5
+    beside = inputs[0].double() @ shared.double().T
+    got = call(layer, *inputs).double() + beside
+    assert reference.relative_error(got, expected(case, layer, inputs) + beside) <= reference.ERROR_BUDGET[case.dtype]

@@ -6,8 +6,9 @@ import itertools
 
 import pytest
 import torch
+from backends import cuda, each_movement, on_both_with_ranks, ranks_on
 from layer_ranks import run_delayed_steps, run_epochs
-from moe_cases import LayerCase, with_options
+from moe_cases import LayerCase, call, with_options
 from numerics_ranks import other_plans
 
 from moe_tk import ops, reference
@@ -17,24 +18,28 @@ CASE = LayerCase(((64, 17, 40), (9, 64, 0)), ("uniform", "half"), max_tokens=64,
 
 
 @pytest.mark.parametrize("mode", ["ep", "tp"])
-@pytest.mark.parametrize("pattern, pull", [("mega", False), ("mega", True), ("two_kernel", False), ("two_kernel", True),
-                                           ("serial", False)])
-def test_num_08_equal_bits_from_run_to_run(run_ranks, pattern, pull, mode):
+@each_movement(("mega", False), ("mega", True), ("two_kernel", False), ("two_kernel", True), ("serial", False), world=2)
+def test_num_08_equal_bits_from_run_to_run(run_ranks, backend, pattern, pull, mode):
     """The same calls on two layer objects, four times each, other ranks late every time: one set of bits."""
-    case = with_options(CASE, pattern=pattern, pull=pull, mode=mode)
-    runs = [run_ranks(3, run_epochs, case, delay_seed=seed, repeats=2) for seed in (1, 2)]
+    case, world = with_options(CASE, pattern=pattern, pull=pull, mode=mode).on(backend), ranks_on(backend, 3)
+    runs = [run_ranks(world, run_epochs, case, delay_seed=seed, repeats=2, backend=backend) for seed in (1, 2)]
     for first, second in zip(*runs, strict=True):
         assert first == second and first[:2] == first[2:]
 
 
 @pytest.mark.parametrize("mode", ["ep", "tp"])
 @pytest.mark.parametrize("weight_position", ["before_l2", "combine"])
-def test_num_08_bits_do_not_depend_on_the_plan(run_ranks, mode, weight_position):
+@on_both_with_ranks
+def test_num_08_bits_do_not_depend_on_the_plan(run_ranks, backend, mode, weight_position):
     """Pattern, direction, number of blocks and number of segments change what happens when, not one bit of the result."""
     variants = [dict(pattern=pattern, pull=pull, compute_blocks=blocks, segments=segments)
                 for pattern, pull in itertools.product(["mega", "two_kernel"], [False, True])
                 for blocks, segments in [(1, 1), (3, 4)]]
-    for digests in run_ranks(3, other_plans, with_options(CASE, mode=mode, weight_position=weight_position), variants):
+    if backend == "cuda":
+        variants = [dict(row_block=row_block, segments=segments, reserve_sms=reserve)
+                    for row_block, segments, reserve in [(64, 1, 0), (128, 1, 0), (64, 4, 0), (128, 3, 40)]]
+    case = with_options(CASE, mode=mode, weight_position=weight_position).on(backend)
+    for digests in run_ranks(ranks_on(backend, 3), other_plans, case, variants, backend=backend):
         assert len(set(digests)) == 1, list(zip(variants, digests, strict=True))
 
 
@@ -86,11 +91,11 @@ def test_krn_23_extreme_shapes(m, n, k, nothing_left):
     assert reference.relative_error(ops.gemm_rs(x, weight), x.double() @ weight.double().T) <= 1e-5
 
 
-def test_error_budget_is_what_rounding_explains(nothing_left):
+@pytest.mark.parametrize("backend, dtype", [("cpu", torch.bfloat16), ("cpu", torch.float32), cuda(torch.bfloat16, world=1)])
+def test_error_budget_is_what_rounding_explains(backend, dtype, nothing_left):
     """The budgets are neither loose nor tight: real errors of both types lie between a twentieth and the whole of them."""
-    for dtype in (torch.bfloat16, torch.float32):
-        case = LayerCase(((64,),), ("uniform",), 12, 4, 512, 256, 64, dtype)
-        layer = case.layer()
-        inputs = case.inputs(0, 1, 0)
-        error = reference.relative_error(layer(*inputs), layer.reference(*inputs, *case.weights()))
-        assert reference.ERROR_BUDGET[dtype] / 50 <= error <= reference.ERROR_BUDGET[dtype], f"{dtype}: {error:.1e}"
+    case = LayerCase(((64,),), ("uniform",), 12, 4, 512, 256, 64, dtype).on(backend)
+    layer = case.layer()
+    inputs = case.inputs(0, 1, 0)
+    error = reference.relative_error(call(layer, *inputs), layer.reference(*inputs, *case.weights()))
+    assert reference.ERROR_BUDGET[dtype] / 50 <= error <= reference.ERROR_BUDGET[dtype], f"{dtype}: {error:.1e}"

@@ -7,11 +7,11 @@ from importlib import resources
 
 import pytest
 import torch
-from moe_cases import LayerCase
+from backends import each_pattern
+from moe_cases import LayerCase, call, load
 from safetensors.torch import load_file
 
 from moe_tk import reference
-from moe_tk.layer import MoELayer
 
 FORMS = {
     "swiglu": {}, "clamped": dict(gate_limit=0.5, up_limit=0.5), "gate only": dict(gate_limit=0.3),
@@ -73,14 +73,14 @@ def test_reference_is_the_result_that_ships_with_the_data():
     assert reference.relative_error(data["y_ref"][rows], got) <= 2**-24
 
 
-@pytest.mark.parametrize("pattern", ["mega", "two_kernel", "serial"])
-def test_the_real_layer_gives_the_result_that_ships_with_the_data(pattern, nothing_left):
+@each_pattern("mega", "two_kernel", "serial", world=1)
+def test_the_real_layer_gives_the_result_that_ships_with_the_data(backend, pattern, nothing_left):
     """Weights, tokens and routing of a trained model, in bfloat16, without the reference in between."""
     data = real_layer()
     rows = torch.arange(0, 4096, 16)
-    layer = MoELayer(num_experts=64, top_k=8, hidden_size=256, intermediate_size=128, max_tokens_per_rank=256, pattern=pattern)
-    layer.load_weights(data["w13"], data["w2"])
-    got = layer(data["x"][rows], data["topk_idx"][rows], data["topk_weights"][rows])
+    layer = LayerCase((), (), 64, 8, 256, 128, 256, torch.bfloat16, options=dict(pattern=pattern)).on(backend).empty_layer()
+    load(layer, data["w13"], data["w2"])
+    got = call(layer, data["x"][rows], data["topk_idx"][rows], data["topk_weights"][rows])
     assert reference.relative_error(got, data["y_ref"][rows]) <= reference.ERROR_BUDGET[torch.bfloat16]
 
 

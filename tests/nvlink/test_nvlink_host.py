@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import math
 import threading
+import weakref
 from types import SimpleNamespace
 
 import numpy as np
@@ -23,6 +26,7 @@ from moe_tk.errors import (
     PeerRefused,
     TopologyError,
 )
+from moe_tk.group import SINGLE
 from moe_tk.layer import layer_class
 from moe_tk.memory.layout import ALIGNMENT, CONTROL_BYTES
 from moe_tk.memory.nvlink_layout import (
@@ -34,11 +38,12 @@ from moe_tk.memory.nvlink_layout import (
     symmetric_items,
     table_items,
 )
+from moe_tk.runtime import nvlink_session
 from moe_tk.runtime.arch import parse_arch
 from moe_tk.runtime.cuda_toolkit import choose_toolkit, find_toolkits, torch_cuda_version
 from moe_tk.runtime.launch import SWIGLU, Activation
 from moe_tk.runtime.nvlink_layer import NvlinkLayer, engine_weights, one_limit, tiled
-from moe_tk.runtime.nvlink_session import CAPACITY, DISAGREE, RECORD, RECORDS_OFFSET, REFUSED, NvlinkSession, usable_sms
+from moe_tk.runtime.nvlink_session import CAPACITY, DISAGREE, RECORD, RECORDS_OFFSET, REFUSED, NvlinkSession, note_lost, usable_sms
 
 SIZES = dict(num_experts=64, top_k=8, hidden_size=4096, intermediate_size=3072, max_tokens_per_rank=8192)
 
@@ -148,12 +153,15 @@ def session(rank: int = 1) -> NvlinkSession:
     return bare
 
 
-@pytest.mark.parametrize("reason, error, text", [
-    (REFUSED, PeerRefused, "rank 0 refused"), (CAPACITY, CapacityError, "rank 0 had 600 tokens, more than max_tokens_per_rank=512"),
-    (DISAGREE, MoETkError, "rank 0 made another one")])
-def test_void_calls_raise_once_and_leave_the_session_usable(reason, error, text):
+TOO_MANY = "rank 0 had 600 tokens, more than max_tokens_per_rank=512"
+
+
+@pytest.mark.parametrize("reason, tokens, error, text", [
+    (REFUSED, 0, PeerRefused, "rank 0 refused"), (CAPACITY, 600, CapacityError, TOO_MANY), (REFUSED, 600, CapacityError, TOO_MANY),
+    (DISAGREE, 600, MoETkError, "rank 0 made another one")])
+def test_void_calls_raise_once_and_leave_the_session_usable(reason, tokens, error, text):
     s = session()
-    s._mail[1:4] = reason, 0, 600
+    s._mail[1:4] = reason, 0, tokens
     with pytest.raises(error, match=text):
         s.check("moe_layer", 1.0)
     s.check("moe_layer", 1.0)
@@ -166,10 +174,28 @@ def test_the_rank_that_refused_has_raised_already():
     s.check("moe_layer", 1.0)
 
 
+def test_sym_08_a_session_goes_when_no_layer_holds_it(monkeypatch):
+    """Its watch runs on in a thread until it is closed, and must not keep the session and its memory alive."""
+    workspace = SimpleNamespace(mailbox=torch.zeros(8, dtype=torch.int32), fields=lambda num_sms: {})
+    monkeypatch.setattr(nvlink_session, "NvlinkWorkspace", lambda *arguments, **named: workspace)
+    monkeypatch.setattr(nvlink_session, "nvlink_module", lambda: SimpleNamespace(Workspace=lambda fields: object()))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
+    made = NvlinkSession(SINGLE, geometry(world=1), device=torch.device("cuda", 0), generation=1, reserve_sms=0, timeout_s=5.0)
+    there, watch = weakref.ref(made), made.watch
+    try:
+        assert made.num_sms == 132
+        del made
+        gc.collect()
+        assert there() is None
+    finally:
+        watch.close()
+
+
 @pytest.mark.parametrize("rank", [0, 1, 30, 31])
 def test_lost_ranks_are_bits_of_the_mailbox(rank):
     s = session()
-    s._note_lost(rank)
+    note_lost(s._mail, rank)
     assert s._mail[4:6].view(np.uint64)[0] == 1 << rank
 
 
@@ -205,6 +231,7 @@ def bare_layer(device: str) -> CudaMoELayer:
     layer = CudaMoELayer.__new__(CudaMoELayer)
     layer._calls, layer.device, layer.dtype = SimpleNamespace(w13=object()), torch.device(device), torch.bfloat16
     layer.hidden_size, layer.top_k, layer.max_tokens_per_rank = 64, 2, 16
+    layer.group = SimpleNamespace(rank=1, world=2)
     return layer
 
 
@@ -219,7 +246,7 @@ def arguments(tokens: int = 8) -> list[torch.Tensor]:
     ("cpu", lambda x, ids, w: (x, ids[:, :1], w), ArgumentError, "topk_ids has shape"),
     ("cpu", lambda x, ids, w: (x, ids, w, x[:, ::2].repeat(1, 2)[1:]), ArgumentError, "out has shape"),
     ("cpu", lambda x, ids, w: (x, ids, w, x.T.contiguous().T), ArgumentError, "out has strides"),
-    ("cpu", lambda x, ids, w: (*arguments(17), None), ArgumentError, "17 tokens, more than max_tokens_per_rank=16"),
+    ("cpu", lambda x, ids, w: (*arguments(17), None), CapacityError, "rank 1 had 17 tokens, more than max_tokens_per_rank=16"),
     ("cpu", lambda x, ids, w: (x.requires_grad_(), ids, w), ArgumentError, "forward pass only")])
 def test_arguments_of_a_call_are_checked(device, change, error, text):
     changed = list(change(*arguments()))

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_tk.bench.shapes import SHAPES
 from moe_tk.cli import main as cli
 from moe_tk.errors import ArgumentError
 from moe_tk.trace import options as parse
-from moe_tk.trace.options import SHAPES, Point, path_of
+from moe_tk.trace.options import Point, path_of
 from moe_tk.trace.record import CPU_KERNELS, laps_of_events
 
 REPO = Path(__file__).resolve().parents[2]
@@ -32,12 +33,13 @@ def test_a_call_on_the_cpu_gives_table_trace_picture_and_numbers(tmp_path):
     done = trace("--backend", "cpu", "--world", "3", "--tokens", "32", "--mode", "tp", "--out", str(files["json.gz"]), "--picture",
                  str(files["svg"]), "--json", str(files["json"]))
     assert done.returncode == 0, done.stderr
-    assert "small, TP, 32 tokens on each of 3 ranks" in done.stdout and "gemm_scatter" in done.stdout
+    assert "256x128-e16k4, TP, 32 tokens on each of 3 ranks" in done.stdout and "gemm_scatter" in done.stdout
     for path in files.values():
         assert path.stat().st_size > 100 and f"written: {path}" in done.stdout.replace("\n", "")
     content = json.loads(files["json"].read_text())
     (call,) = content["calls"]
-    assert (call["shape"], call["mode"], call["backend"], call["world"], call["tokens_per_rank"]) == ("small", "tp", "cpu", 3, 32)
+    told = [call[name] for name in ("shape", "mode", "backend", "world", "tokens_per_rank")]
+    assert told == ["256x128-e16k4", "tp", "cpu", 3, 32]
     for rank in call["ranks"]:
         sums = {**rank["kernels"]["gather_gemm"]["sum_us"], **rank["kernels"]["gemm_scatter"]["sum_us"]}
         assert {"dispatch", "gemm1", "gemm2", "combine", "reduce"} <= set(sums) and rank["lost"] == 0
@@ -46,13 +48,13 @@ def test_a_call_on_the_cpu_gives_table_trace_picture_and_numbers(tmp_path):
 def test_several_calls_have_their_names_in_their_files(tmp_path):
     done = trace("--backend", "cpu", "--tokens", "8,16", "--out", str(tmp_path / "call.json"))
     assert done.returncode == 0, done.stderr
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["call-small-ep-16.json", "call-small-ep-8.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["call-256x128-e16k4-ep-16.json", "call-256x128-e16k4-ep-8.json"]
     for path in tmp_path.iterdir():
         assert json.loads(path.read_text())["traceEvents"]
 
 
 @pytest.mark.parametrize("words, text", [
-    (["--shape", "huge"], "--shape is 'huge', wanted one of small, seed, qwen3-30b-a3b"),
+    (["--shape", "huge"], "shape 'huge' is not known: wanted seed, qwen3-30b-a3b"),
     (["--tokens", "many"], "--tokens is 'many', wanted an integer from 1 to"), (["--tokens", "8,0"], "--tokens is 0, wanted"),
     (["--mode", "pp"], "--mode is 'pp', wanted one of ep, tp"), (["--backend", "tpu"], "--backend is 'tpu'"),
     (["--blocks", "-1"], "--blocks is -1"), (["--world", "99"], "--world is 99, wanted an integer from 1 to 32"),
@@ -79,12 +81,9 @@ def test_without_gpus_it_says_so_and_what_to_use(words, text, capsys):
     assert text in err and "use --backend cpu" in err and err.count("\n") == 1
 
 
-def test_shapes_are_valid_layers_and_paths_name_their_point():
-    for name, (hidden, inter, experts, top_k) in SHAPES.items():
-        assert Point(name, 1, "ep").sizes == {"hidden_size": hidden, "intermediate_size": inter, "num_experts": experts,
-                                              "top_k": top_k}
-        assert hidden % 8 == 0 and top_k <= experts
-    points = (Point("seed", 512, "ep"), Point("seed", 512, "tp"))
+def test_points_know_their_layer_and_their_files():
+    points = Point(SHAPES["seed"], 512, "ep"), Point(SHAPES["seed"], 512, "tp")
+    assert points[0].sizes == {"hidden_size": 4096, "intermediate_size": 3072, "num_experts": 64, "top_k": 8}
     assert path_of("a/b.json.gz", points[1], points) == Path("a/b-seed-tp-512.json.gz")
     assert path_of("a/b.json.gz", points[0], points[:1]) == Path("a/b.json.gz")
     with pytest.raises(ArgumentError, match="wanted an integer from 1"):

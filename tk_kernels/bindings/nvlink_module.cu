@@ -91,7 +91,7 @@ class workspace {
             .weights_are_bf16 = f.get<bool>("weights_are_bf16"), .variant = f.get<int>("variant"), .segments = f.get<int>("segments"),
             .passes = f.get<int>("passes"),
             .weights_before_l2 = f.get<bool>("weights_before_l2"), .alpha = f.get<float>("alpha"), .beta = f.get<float>("beta"),
-            .limit = f.get<float>("limit")};
+            .limit = f.get<float>("limit"), .mover_blocks = f.get<int>("mover_blocks")};
         f.done();
         if (call.variant < 0 || call.variant >= nvlink::num_fused_variants)
             throw py::value_error("variant " + std::to_string(call.variant) + " does not exist");

@@ -58,7 +58,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
             if (kittens::elect_one()) load_tasks<Cfg, arrival_gate>(g, s.gemm, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
             store_tasks<Cfg, Epilogue, count_push>(g, s.gemm, rank, role - 1);
-        } else if (role == 3) {
+        } else if (role == 3 && blockIdx.x < p.mover_blocks) {
             row_puller(g.gate.call, p, s.pull).run();
         }
     } else {

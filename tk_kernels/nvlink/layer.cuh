@@ -34,6 +34,7 @@ struct layer_call {
     int num_tokens, refused, ids_are_64, weights_are_bf16;
     int variant, segments, passes, weights_before_l2;  // passes: over the columns of GEMM 2, 1 .. MAX_COL_GROUPS
     float alpha, beta, limit;
+    int mover_blocks;  // blocks of gather_gemm whose mover moves rows; 0: all
 };
 
 enum stage_bit { STAGE_OPEN = 1, STAGE_GATHER = 2, STAGE_SCATTER = 4 };

@@ -18,6 +18,7 @@ struct pull_params {
     const int *counts, *delivery_order, *slots;
     uint32_t *arrived, *next_row;
     int row_block, col_blocks;  // of GEMM 1
+    unsigned mover_blocks;      // blocks whose mover moves rows, at least 1: rows are dispensed, so any number moves them all
 };
 
 // A ring of pieces of rows. LOADS pieces are on their way in; the others are on their way out.
@@ -54,6 +55,7 @@ class row_sources {
                 ok = spin_until(c_.rows_posted(c_.rank, source), *c_.epoch_ptr, c_, {phase_id::dispatch, role_id::place, token, source});
                 kittens::fence_proxy_async();
             }
+            __syncwarp();  // what lane 0 has acquired holds for all lanes
             if (!__shfl_sync(0xffffffff, int(ok), 0)) return nullptr;
             ready_ |= 1u << source;
             stamp_lap_warp(stamp_kind::source_wait, source);

@@ -1,0 +1,205 @@
+"""Where the time of a fused call goes: the call against its GEMMs alone and its communication alone.
+
+All from launches of the same kernels:
+- GEMM alone: after a whole call all counters are full and all dispensers used up, so that gather_gemm and gemm_scatter launched
+  again only multiply.
+- Communication alone: between open_call and the two GEMM launches the task counts are set to zero and the counters of finished
+  tiles to full, so that the movers move, the combiners combine, and nobody multiplies.
+- Plain GEMM: the engine's own kernel on the same rows and weights, without mover warp and with its registers and stages.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moe_tk.bench.contender import NotAvailable
+from moe_tk.bench.lines import capture
+from moe_tk.bench.ours import Ours
+from moe_tk.bench.problem import Batch
+from moe_tk.bench.ranks import Ranks
+from moe_tk.bench.timing import Clock, Entry, slower_rank, summary, take_turns
+from moe_tk.errors import MoETkError
+from moe_tk.planner.accounts import ceiling, overlap
+from moe_tk.runtime.nvlink_session import GATHER, OPEN, SCATTER
+
+ALL = OPEN | GATHER | SCATTER
+FULL = 1 << 20  # more column blocks than any GEMM has
+TASK_COUNTS = slice(3, 5)  # of the table "counts": tiles of GEMM 1 and GEMM 2
+
+
+@dataclass(frozen=True)
+class Times:
+    """Microseconds of a call on the slower rank. The plain GEMMs are NaN where they could not be timed."""
+
+    fused: float         # whole call
+    open: float          # exchange, tables, rows sent to those who want them
+    open_gather: float   # ... and GEMM 1 with the movers
+    gemm1: float         # in the fused kernels, nothing to wait for
+    gemm2: float
+    cleared: float       # open_call and the clearing of the task counts
+    pull: float          # ... and the movers, without tiles
+    communicate: float   # ... and combine and reduce, without tiles
+    plain1: float = math.nan
+    plain2: float = math.nan
+
+
+def account(t: Times) -> dict[str, float]:
+    """The split of docs/benchmarks.md; microseconds, and ratios without unit.
+
+    fused = compute + exposed_front + exposed_back.
+    """
+    compute, clearing = t.gemm1 + t.gemm2, max(0.0, t.cleared - t.open)
+    communicate = max(0.0, t.communicate - clearing)
+    values = {
+        "fused_us": t.fused, "compute_us": compute, "gemm1_us": t.gemm1, "gemm2_us": t.gemm2, "communicate_us": communicate,
+        "open_us": t.open, "pull_us": max(0.0, t.pull - t.cleared), "combine_us": max(0.0, t.communicate - t.pull),
+        "exposed_us": t.fused - compute, "exposed_front_us": t.open_gather - t.gemm1,
+        "exposed_back_us": t.fused - t.open_gather - t.gemm2, "plain_gemm1_us": t.plain1, "plain_gemm2_us": t.plain2,
+        "sm_tax_us": compute - t.plain1 - t.plain2, "sm_tax": compute / (t.plain1 + t.plain2) - 1,
+        "overlap": overlap(compute, communicate, t.fused), "ceiling": ceiling(compute, communicate),
+        "interference": (t.fused - t.open) / compute if compute else math.nan}  # waits included: launches cannot tell them apart
+    return {name: round(value, 3) for name, value in values.items() if not math.isnan(value)}
+
+
+class Stages:
+    """Launches of parts of one fused call, on one batch."""
+
+    def __init__(self, contender: Ours, batch: Batch) -> None:
+        layer = contender.layer
+        if not hasattr(getattr(layer, "_calls", None), "forward") or contender.name == "serial":
+            raise NotAvailable(f"pattern {contender.name} has no stages to take apart")
+        self.layer, self.calls, self.batch = layer, layer._calls, batch
+        self.out = torch.empty_like(batch.hidden)
+        self.local = layer.session.workspace.local
+
+    def launch(self, stages: int) -> None:
+        batch = self.batch
+        self.calls.forward(batch.hidden, batch.ids, batch.weights, self.out, signature=1, stages=stages)
+
+    def without_tiles(self, stages: int) -> None:
+        """open_call, then the given launches with nothing to multiply."""
+        self.launch(OPEN)
+        self.local("counts")[TASK_COUNTS].zero_()
+        self.local("l2_done").fill_(FULL)
+        if stages:
+            self.launch(stages)
+
+
+def entries_of(stages: Stages, calls: int) -> dict[str, Entry]:
+    """What is timed, by the fields of Times; `calls` in a graph."""
+    def graph(body: Any, before: Any = None) -> Entry:
+        body()
+        return Entry(capture(body, calls).replay, calls, before, keep=body)
+
+    whole = lambda: stages.launch(ALL)  # noqa: E731  leaves full counters and the tables behind
+    entries = {
+        "fused": graph(whole), "open": graph(lambda: stages.launch(OPEN)),
+        "open_gather": graph(lambda: stages.launch(OPEN | GATHER)), "cleared": graph(lambda: stages.without_tiles(0)),
+        "pull": graph(lambda: stages.without_tiles(GATHER)), "communicate": graph(lambda: stages.without_tiles(GATHER | SCATTER))}
+    whole()
+    entries["gemm1"] = graph(lambda: stages.launch(GATHER), before=whole)
+    entries["gemm2"] = graph(lambda: stages.launch(SCATTER), before=whole)
+    return entries
+
+
+def row_major(weights: Tensor, rows: int, columns: int) -> Tensor:
+    """[E, rows, columns] of weights in tiles [E, row tiles, column tiles, rows, columns]; those in rows stay as they are."""
+    if weights.dim() == 3:
+        return weights
+    whole = weights.transpose(2, 3).reshape(weights.shape[0], weights.shape[1] * weights.shape[3], -1)
+    return whole[:, :rows, :columns].contiguous()
+
+
+def plain_entries(stages: Stages, calls: int) -> dict[str, Entry]:
+    """The engine's GEMMs on this call's rows, `calls` in a graph. Raises MoETkError where they cannot run."""
+    from moe_tk.memory.nvlink_layout import ROW_BLOCKS
+    from moe_tk.runtime import gemm
+
+    if stages.layer.dtype != torch.bfloat16:
+        raise NotAvailable("the plain GEMM is compared in bfloat16 only")
+    stages.launch(ALL)
+    stages.layer.synchronize()
+    experts, own = stages.layer.num_local_experts, stages.calls
+    row_block = ROW_BLOCKS[own.choices(stages.batch.tokens)[0]]
+    offsets, rows = stages.local("expert_offsets")[:experts + 1].clone(), stages.local("expert_load")[:experts].clone()
+    slots = int(offsets[-1])
+    if slots == 0:
+        raise NotAvailable("no rows on this rank")
+    hidden, inter = stages.layer.hidden_size, own.geometry.padded_intermediate
+    w13, w2 = row_major(own.w13, 2 * inter, hidden), row_major(own.w2, hidden, inter)
+    x = torch.randn(slots, hidden, device=offsets.device).bfloat16()
+    act = torch.empty(slots, inter, dtype=x.dtype, device=x.device)
+    form = {"alpha": own.activation.alpha, "beta": own.activation.beta, "limit": own.limit}
+    make = lambda w, activation: gemm.make_plan(x.dtype, offsets, rows, num_slots=slots, columns=w.shape[1],  # noqa: E731
+                                                row_block=row_block, activation=activation)
+    first, second, out = make(w13, True), make(w2, False), torch.empty_like(x)
+    bodies = {"plain1": lambda: gemm.launch(first, x, w13, act, swiglu=form),
+              "plain2": lambda: gemm.launch(second, act, w2, out)}
+    entries = {}
+    for name, body in bodies.items():
+        body()
+        entries[name] = Entry(capture(body, calls).replay, calls, keep=body)
+    return entries
+
+
+def attribute(contender: Ours, batch: Batch, *, ranks: Ranks, clock: Clock, rounds: int, calls: int) -> dict[str, Any]:
+    """The account of one line, or {"why": reason}. A collective."""
+    def prepare() -> tuple[Stages, dict[str, Entry]]:
+        stages = Stages(contender, batch)
+        return stages, entries_of(stages, calls)
+
+    prepared, why = ranks.failure(prepare, "attribution: prepare")
+    if why:
+        return {"why": why}
+    stages, entries = prepared
+    plain, no_plain = ranks.failure(lambda: plain_entries(stages, calls), "attribution: plain GEMM")
+    medians = medians_of({**entries, **(plain or {})}, ranks, clock, rounds)
+    try:
+        stages.layer.synchronize()
+    except MoETkError as error:
+        return {"why": str(error)}
+    found: dict[str, Any] = account(Times(**medians))
+    return {**found, "no_plain_gemm": no_plain} if no_plain else found
+
+
+def medians_of(entries: dict[str, Entry], ranks: Ranks, clock: Clock, rounds: int) -> dict[str, float]:
+    """Median over rounds of the slower rank, by name."""
+    samples = take_turns(clock, entries, rounds)
+    return {name: summary(slower_rank(ranks.exchange(samples[name], f"attribution: {name}")))["median"] for name in entries}
+
+
+def mover_counts(num_sms: int) -> list[int]:
+    """Numbers of blocks to try: powers of two, and all."""
+    return [*(1 << power for power in range(num_sms.bit_length()) if 1 << power < num_sms), num_sms]
+
+
+def sweep_movers(contender: Ours, batch: Batch, *, ranks: Ranks, clock: Clock, rounds: int, calls: int) -> dict[str, Any]:
+    """Microseconds of the whole call, of open + gather and of the moving alone, by blocks whose mover warp moves rows."""
+    def prepare() -> dict[str, Entry]:
+        stages = Stages(contender, batch)
+        if not hasattr(stages.calls, "mover_blocks"):
+            raise NotAvailable("this layer cannot choose the number of its movers")
+        entries = {}
+        for count in mover_counts(stages.layer.session.num_sms):
+            stages.calls.mover_blocks = count
+            for name, body in (("fused", lambda: stages.launch(ALL)), ("open_gather", lambda: stages.launch(OPEN | GATHER)),
+                               ("pull", lambda: stages.without_tiles(GATHER))):
+                body()
+                entries[f"{name} {count}"] = Entry(capture(body, calls).replay, calls, keep=body)
+        stages.calls.mover_blocks = 0
+        return entries
+
+    entries, why = ranks.failure(prepare, "sweep: prepare")
+    if why:
+        return {"why": why}
+    medians = medians_of(entries, ranks, clock, rounds)
+    table: dict[str, Any] = {}
+    for name, us in medians.items():
+        kind, _, count = name.partition(" ")
+        table.setdefault(kind, {})[int(count)] = us
+    return {"mover_blocks": table}
