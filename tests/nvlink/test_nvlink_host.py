@@ -178,7 +178,7 @@ def test_sym_08_a_session_goes_when_no_layer_holds_it(monkeypatch):
     """Its watch runs on in a thread until it is closed, and must not keep the session and its memory alive."""
     workspace = SimpleNamespace(mailbox=torch.zeros(8, dtype=torch.int32), fields=lambda num_sms: {})
     monkeypatch.setattr(nvlink_session, "NvlinkWorkspace", lambda *arguments, **named: workspace)
-    monkeypatch.setattr(nvlink_session, "nvlink_module", lambda: SimpleNamespace(Workspace=lambda fields: object()))
+    monkeypatch.setattr(nvlink_session, "nvlink_module", lambda traced: SimpleNamespace(Workspace=lambda fields: object()))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
     made = NvlinkSession(SINGLE, geometry(world=1), device=torch.device("cuda", 0), generation=1, reserve_sms=0, timeout_s=5.0)
