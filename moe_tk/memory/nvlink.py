@@ -102,25 +102,31 @@ class NvlinkWorkspace:
     def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, generation: int,
                  timeout_s: float) -> None:
         self.group, self.geometry, self.device = group, geometry, device
-        self._symmetric = {item.name: item for item in symmetric_items(geometry)}
+        symmetric, tables, rows = self.items_of(geometry)
+        self._symmetric = {item.name: item for item in symmetric}
         self.heap = NvlinkHeap(group, end_of(tuple(self._symmetric.values())), device=device, timeout_s=timeout_s,
                                tag=f"workspace {generation} of {geometry.shared_key()}")
         self._local: dict[str, tuple[torch.Tensor, Item]] = {}
         with group.local_step("workspace: local buffers", timeout_s=timeout_s):
-            self._allocate_local()
+            self._allocate_local(tables, rows)
 
-    def _allocate_local(self) -> None:
+    def _allocate_local(self, tables: tuple[Item, ...], rows: tuple[Item, ...]) -> None:
         """Raises CapacityError when the device has too little memory."""
         try:
-            for items, make in ((table_items(self.geometry), torch.zeros), (row_items(self.geometry), torch.empty)):
+            for items, make in ((tables, torch.zeros), (rows, torch.empty)):
                 buffer = make(end_of(items), dtype=torch.uint8, device=self.device)
                 self._local.update({item.name: (buffer, item) for item in items})
         except torch.cuda.OutOfMemoryError as error:
-            size = end_of(table_items(self.geometry)) + end_of(row_items(self.geometry))
+            size = end_of(tables) + end_of(rows)
             raise CapacityError(f"workspace: {size / 2**20:.1f} MiB of local buffers do not fit on {self.device}: use a smaller "
                                 f"max_tokens_per_rank. {str(error)[:500]}") from error
         self.mailbox = torch.zeros(8, dtype=torch.int32, pin_memory=True, device="cpu")
         torch.cuda.synchronize(self.device)
+
+    @staticmethod
+    def items_of(geometry: NvlinkGeometry) -> tuple[tuple[Item, ...], tuple[Item, ...], tuple[Item, ...]]:
+        """(symmetric regions, tables, rows) of a workspace."""
+        return symmetric_items(geometry), table_items(geometry), row_items(geometry)
 
     @property
     def allocated_bytes(self) -> int:

@@ -4,6 +4,10 @@ group is a ProcessGroup, a one-dimensional DeviceMesh or None (the default group
 one rank raise ArgumentError there and PeerRefused on the others; a rank that does not come gives ProtocolTimeout after
 timeout_s (default MOE_TK_TIMEOUT_S), one that died PeerLost; the ops of that group refuse calls from then on, until
 release_ops_memory() has been called on every rank. Forward only.
+
+Tensors on the CPU, or bfloat16 on GPUs that are joined by NVLink (docs/nvlink.md). There calls return at once and can be
+captured in CUDA graphs after a first call of that size; a failure is raised by the next op of the group or by synchronize(),
+and the results are NaN. Ranks tell each other what they call as part of the call: one that differs is computed by none.
 """
 
 from __future__ import annotations
@@ -19,10 +23,10 @@ from moe_tk.ops import functional
 from moe_tk.ops import registered as _registered  # noqa: F401  registers torch.ops.moe_tk.*
 from moe_tk.ops.gemm_weights import interleave_gate_up, quantise_rows, quantise_weights, scale_pairs
 from moe_tk.ops.grouped_gemm import grouped_gemm
-from moe_tk.ops.sessions import release_ops_memory
+from moe_tk.ops.sessions import release_ops_memory, synchronize
 
 __all__ = ["ag_gemm", "dispatch_gemm", "gemm_combine", "gemm_rs", "grouped_gemm", "interleave_gate_up", "mega_moe",
-           "quantise_rows", "quantise_weights", "release_ops_memory", "scale_pairs"]
+           "quantise_rows", "quantise_weights", "release_ops_memory", "scale_pairs", "synchronize"]
 
 
 def _compiling() -> bool:
@@ -45,8 +49,8 @@ def _name_of(group: Any) -> str:
 def ag_gemm(x: Tensor, weight: Tensor, *, group: Any = None, timeout_s: float | None = None) -> Tensor:
     """all_gather(x) @ weight.T, computed row block by row block as rows arrive.
 
-    x [T, H] bfloat16 or float32, T equal on all ranks, H a multiple of 8; weight [N, H] of this rank. Returns [world * T, N],
-    rank r's rows at r * T.
+    x [T, H] bfloat16 or float32, T equal on all ranks, H a multiple of 8; weight [N, H] of this rank (on CUDA N is a multiple of
+    8). Returns [world * T, N], rank r's rows at r * T.
     """
     if _compiling():
         return torch.ops.moe_tk.ag_gemm(x, weight, _name_of(group), timeout_s)
@@ -57,7 +61,8 @@ def gemm_rs(x: Tensor, weight: Tensor, *, group: Any = None, timeout_s: float | 
     """reduce_scatter(x @ weight.T): each row goes to its owner as soon as it is computed and is summed there in rank order.
 
     x [M, K] and weight [N, K]: this rank's part of K (parts may differ in width, from 1); M equal on all ranks and a multiple of
-    world, N a multiple of 8. Returns rows rank * M / world ... of the sum, [M / world, N].
+    world, N a multiple of 8 (on CUDA K too). Each rank's partial sum is rounded to the type of x, the sum over ranks is in float32.
+    Returns rows rank * M / world ... of the sum, [M / world, N].
     """
     if _compiling():
         return torch.ops.moe_tk.gemm_rs(x, weight, _name_of(group), timeout_s)
@@ -74,7 +79,7 @@ def dispatch_gemm(hidden_states: Tensor, topk_ids: Tensor, w13: Tensor, *, num_e
     topk_weights [T, k] given: they multiply the activation. tokens_per_rank: row stride of the tables, at least the largest T
     of any rank, equal on all; None: T is equal on all ranks.
     Returns (activated [rows, I] in slot order, zero where no pair is; expert_offsets [E_local + 1] first slot of each
-    expert; slots [world * tokens_per_rank, k] slot of each pair or -1). rows covers any routing.
+    expert; slots [world * tokens_per_rank, k] slot of each pair or -1). rows covers any routing. On CUDA I is a multiple of 8.
     """
     if _compiling():
         return torch.ops.moe_tk.dispatch_gemm(hidden_states, topk_ids, topk_weights, w13, num_experts, mode, tokens_per_rank,
@@ -100,11 +105,15 @@ def gemm_combine(activated: Tensor, topk_ids: Tensor, w2: Tensor, *, num_experts
 
 def mega_moe(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: Tensor, w2: Tensor, *, num_experts: int,
              mode: str = "ep", activation: str = "swiglu", swiglu_limit: float | None = None, weight_position: str = "before_l2",
-             group: Any = None, timeout_s: float | None = None) -> Tensor:
-    """The whole layer in one launch; arguments as in MoELayer, weights of this rank given with each call. Returns [T, H]."""
+             tokens_per_rank: int | None = None, group: Any = None, timeout_s: float | None = None) -> Tensor:
+    """The whole layer in one call; arguments as in MoELayer, weights of this rank given with each call. Returns [T, H].
+
+    tokens_per_rank: at least the largest T of any rank, equal on all. On CUDA None means that T is equal on all ranks; on the
+    CPU T may always differ.
+    """
     if _compiling():
         return torch.ops.moe_tk.mega_moe(hidden_states, topk_ids, topk_weights, w13, w2, num_experts, mode, activation,
-                                         swiglu_limit, weight_position, _name_of(group), timeout_s)
+                                         swiglu_limit, weight_position, _name_of(group), timeout_s, tokens_per_rank)
     return functional.mega_moe(hidden_states, topk_ids, topk_weights, w13, w2, num_experts=num_experts, mode=mode,
                                activation=activation, swiglu_limit=swiglu_limit, weight_position=weight_position,
-                               group=resolve_group(group), timeout_s=timeout_s)
+                               group=resolve_group(group), timeout_s=timeout_s, tokens_per_rank=tokens_per_rank)

@@ -14,17 +14,37 @@ from moe_tk.errors import ArgumentError
 from moe_tk.group import RankGroup
 from moe_tk.memory.estimate import layer_geometry
 from moe_tk.memory.geometry import Geometry
+from moe_tk.memory.nvlink_layout import ROW_BLOCKS
 from moe_tk.ops.sessions import Agreement, Request, agree, data_session
 from moe_tk.planner import Plan, make_plan
 from moe_tk.planner.plan import ROW_BLOCK
 from moe_tk.runtime.calls import CallOptions, open_routed_call, run_gather, run_mega, run_scatter
 from moe_tk.runtime.launch import Activation, resolve_activation
+from moe_tk.runtime.nvlink_layer import LARGE_TILE_ROWS
 from moe_tk.runtime.session import Session
 from moe_tk.schedule import local_experts
 from moe_tk.sizes import MAX_TOP_K, check_count, check_one_of, check_width
 
-__all__ = ["ROW_BLOCK", "ag_gemm", "dispatch_gemm", "gemm_combine", "gemm_rs", "mega_moe", "resolve_activation", "routed_rows"]
+__all__ = ["ROW_BLOCK", "ag_gemm", "dispatch_gemm", "gemm_combine", "gemm_rs", "mega_moe", "resolve_activation", "routed_row_block",
+           "routed_rows"]
 WEIGHT_POSITIONS = ("before_l2", "combine")
+
+
+def _cuda_ops(first: Any) -> Any:
+    """The module of the ops on CUDA tensors if `first` is one, else None. Loaded only where it is wanted."""
+    if not (isinstance(first, Tensor) and first.is_cuda):
+        return None
+    from moe_tk.ops import cuda_functional
+
+    return cuda_functional
+
+
+def check_divides(rows: int, world: int) -> None:
+    """Raises ArgumentError when the rows of gemm_rs cannot be dealt out to the ranks."""
+    if rows % world:
+        below = rows // world * world
+        raise ArgumentError(f"x has {rows} rows, wanted a multiple of world={world}; the nearest valid numbers are {below} and "
+                            f"{below + world}")
 
 
 def _plan(group: RankGroup, tokens: int) -> Plan:
@@ -55,6 +75,8 @@ def _dense_session(group: RankGroup, agreement: Agreement, *, hidden: int, colum
 
 def ag_gemm(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None) -> Tensor:
     """all_gather(x) @ weight.T: x [T, H] of this rank, weight [N, H] of this rank; returns [world * T, N]. T equal on all ranks."""
+    if (cuda := _cuda_ops(x)) is not None:
+        return cuda.ag_gemm(x, weight, group, timeout_s)
 
     def check() -> Request:
         rows = check_tensor("x", x, dtypes=COMPUTE_DTYPES, shape=(None, None), layout="[T, H]")
@@ -83,16 +105,15 @@ def gemm_rs(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None
 
     M is equal on all ranks and a multiple of world; K may differ.
     """
+    if (cuda := _cuda_ops(x)) is not None:
+        return cuda.gemm_rs(x, weight, group, timeout_s)
 
     def check() -> Request:
         rows = check_tensor("x", x, dtypes=COMPUTE_DTYPES, shape=(None, None), layout="[M, K]")
         check_count("x.size(1)", rows.shape[1])
         w = check_tensor("weight", weight, dtypes=(rows.dtype,), shape=(None, rows.shape[1]), layout="[N, K]")
         check_width("weight.size(0)", w.shape[0])
-        if rows.shape[0] % group.world:
-            below = rows.shape[0] // group.world * group.world
-            raise ArgumentError(f"x has {rows.shape[0]} rows, wanted a multiple of world={group.world}; the nearest valid numbers "
-                                f"are {below} and {below + group.world}")
+        check_divides(rows.shape[0], group.world)
         return Request(rows.shape[0] // group.world, rows.shape[1], (w.shape[0], _name(rows.dtype)),
                        (as_contiguous("x", rows), as_contiguous("weight", w)))
 
@@ -115,6 +136,14 @@ def routed_rows(*, world: int, rank: int, tokens_per_rank: int, top_k: int, num_
     each local expert may leave one row block part empty. Also right for symbolic sizes (fake kernels)."""
     _, local = local_experts(num_experts, world, rank, mode)
     return (-(-(world * tokens_per_rank * top_k) // row_block) + local) * row_block
+
+
+def routed_row_block(on_cuda: bool, *, world: int, tokens_per_rank: int, top_k: int, num_experts: int) -> int:
+    """Slots of a row block of the routed ops, from what all ranks know: larger ones pay where experts have many rows."""
+    if not on_cuda:
+        return ROW_BLOCK
+    small, large = ROW_BLOCKS
+    return large if world * tokens_per_rank * top_k >= LARGE_TILE_ROWS * num_experts else small
 
 
 def _routed_session(group: RankGroup, agreement: Agreement, *, hidden: int, intermediate: int, top_k: int, num_experts: int,
@@ -185,6 +214,10 @@ def dispatch_gemm(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor 
     Returns (activated [rows, I] in slot order, zero where no pair is; expert_offsets [E_local + 1]; slots [world * T, k]).
     topk_weights given: they multiply the activation (weight_position "before_l2").
     """
+    if (cuda := _cuda_ops(hidden_states)) is not None:
+        return cuda.dispatch_gemm(hidden_states, topk_ids, topk_weights, w13, num_experts=num_experts, mode=mode,
+                                  tokens_per_rank=tokens_per_rank, activation=activation, swiglu_limit=swiglu_limit, group=group,
+                                  timeout_s=timeout_s)
 
     def check() -> Request:
         hidden = _check_hidden(hidden_states)
@@ -221,6 +254,9 @@ def gemm_combine(activated: Tensor, topk_ids: Tensor, topk_weights: Tensor | Non
 
     topk_weights given: they multiply the experts' outputs (weight_position "combine").
     """
+    if (cuda := _cuda_ops(activated)) is not None:
+        return cuda.gemm_combine(activated, topk_ids, topk_weights, w2, num_experts=num_experts, mode=mode,
+                                 tokens_per_rank=tokens_per_rank, group=group, timeout_s=timeout_s)
 
     def check() -> Request:
         rows = check_tensor("activated", activated, dtypes=COMPUTE_DTYPES, shape=(None, None), layout="[rows, I]")
@@ -254,12 +290,18 @@ def gemm_combine(activated: Tensor, topk_ids: Tensor, topk_weights: Tensor | Non
 
 def mega_moe(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: Tensor, w2: Tensor, *, num_experts: int, mode: str,
              activation: str | Activation, swiglu_limit: float | None, weight_position: str, group: RankGroup,
-             timeout_s: float | None) -> Tensor:
-    """The whole layer in one launch: [T, H]. T may differ from rank to rank."""
+             timeout_s: float | None, tokens_per_rank: int | None = None) -> Tensor:
+    """The whole layer in one launch: [T, H]. T may differ from rank to rank; tokens_per_rank is a bound on it (CUDA wants one)."""
+    if (cuda := _cuda_ops(hidden_states)) is not None:
+        return cuda.mega_moe(hidden_states, topk_ids, topk_weights, w13, w2, num_experts=num_experts, mode=mode,
+                             activation=activation, swiglu_limit=swiglu_limit, weight_position=weight_position, group=group,
+                             timeout_s=timeout_s, tokens_per_rank=tokens_per_rank)
 
     def check() -> Request:
         check_one_of("weight_position", weight_position, WEIGHT_POSITIONS)
         hidden = _check_hidden(hidden_states)
+        if tokens_per_rank is not None and hidden.shape[0] > check_count("tokens_per_rank", tokens_per_rank, least=0):
+            raise ArgumentError(f"this rank has {hidden.shape[0]} tokens, more than tokens_per_rank={tokens_per_rank}")
         ids, weights = _check_ids(topk_ids, topk_weights, hidden.shape[0], num_experts, group)
         first = _check_first(w13, dtype=hidden.dtype, hidden=hidden.shape[1], num_experts=num_experts, mode=mode, group=group)
         second = _check_second(w2, dtype=hidden.dtype, hidden=hidden.shape[1], inter=first.shape[1] // 2, num_experts=num_experts,

@@ -68,8 +68,10 @@ def _(hidden_states, topk_ids, topk_weights, w13, num_experts, mode, tokens_per_
       timeout_s=None):
     ranks = group_by_name(group)
     stride = hidden_states.shape[0] if tokens_per_rank is None else tokens_per_rank
+    row_block = functional.routed_row_block(hidden_states.is_cuda, world=ranks.world, tokens_per_rank=stride,
+                                            top_k=topk_ids.shape[1], num_experts=num_experts)
     rows = functional.routed_rows(world=ranks.world, rank=ranks.rank, tokens_per_rank=stride, top_k=topk_ids.shape[1],
-                                  num_experts=num_experts, mode=mode, row_block=functional.ROW_BLOCK)
+                                  num_experts=num_experts, mode=mode, row_block=row_block)
     _, local = local_experts(num_experts, ranks.world, ranks.rank, mode)
     return (hidden_states.new_empty(rows, w13.shape[1] // 2), topk_ids.new_empty(local + 1, dtype=torch.int32),
             topk_ids.new_empty(ranks.world * stride, topk_ids.shape[1], dtype=torch.int32))
@@ -91,16 +93,16 @@ def _(activated, topk_ids, topk_weights, w2, num_experts, mode, tokens_per_rank,
 @custom_op("moe_tk::mega_moe", mutates_args=())
 def mega_moe(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: Tensor, w2: Tensor, num_experts: int, mode: str,
              activation: str, swiglu_limit: float | None, weight_position: str, group: str,
-             timeout_s: float | None = None) -> Tensor:
+             timeout_s: float | None = None, tokens_per_rank: int | None = None) -> Tensor:
     """functional.mega_moe"""
     return functional.mega_moe(hidden_states, topk_ids, topk_weights, w13, w2, num_experts=num_experts, mode=mode,
                                activation=activation, swiglu_limit=swiglu_limit, weight_position=weight_position,
-                               group=group_by_name(group), timeout_s=timeout_s)
+                               group=group_by_name(group), timeout_s=timeout_s, tokens_per_rank=tokens_per_rank)
 
 
 @mega_moe.register_fake
 def _(hidden_states, topk_ids, topk_weights, w13, w2, num_experts, mode, activation, swiglu_limit, weight_position, group,
-      timeout_s=None):
+      timeout_s=None, tokens_per_rank=None):
     return torch.empty_like(hidden_states, memory_format=torch.contiguous_format)
 
 

@@ -6,6 +6,7 @@ there is the same on all ranks, and so is the decision which data session to use
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -119,3 +120,17 @@ def data_session(group: RankGroup, make: Callable[[int], Geometry], agreement: A
 def release_ops_memory() -> None:
     """Gives up the memory that functional ops hold. Every rank of a group must do it, or none."""
     _held.clear()
+    if (cuda := _cuda_sessions()) is not None:
+        cuda.release()
+
+
+def synchronize(group: Any = None, *, timeout_s: float | None = None) -> None:
+    """Waits for this group's ops on GPUs and raises what one of them failed with; see moe_tk.ops. On the CPU an op is done when it
+    returns."""
+    if (cuda := _cuda_sessions()) is not None:
+        cuda.synchronize(group, timeout_s=timeout_s)
+
+
+def _cuda_sessions() -> Any:
+    """moe_tk.ops.cuda_sessions if an op has loaded it."""
+    return sys.modules.get("moe_tk.ops.cuda_sessions")

@@ -60,6 +60,9 @@ def usable_sms(sms: int, reserve_sms: int) -> int:
 class NvlinkSession:
     """Calls on one workspace: one at a time, in the same order on all ranks, every wait bounded."""
 
+    WORKSPACE: type[NvlinkWorkspace] = NvlinkWorkspace
+    NATIVE = "Workspace"  # class of the module with the launches
+
     def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, generation: int, reserve_sms: int,
                  timeout_s: float, traced: bool = False) -> None:
         """A collective. timeout_s bounds the set-up; calls have their own limit. reserve_sms are left to other streams. traced: the
@@ -70,13 +73,13 @@ class NvlinkSession:
         self._last_stream: torch.cuda.Stream | None = None
         self._lock = threading.Lock()
         with torch.cuda.device(device):
-            self.workspace = NvlinkWorkspace(group, geometry, device=device, generation=generation, timeout_s=timeout_s)
+            self.workspace = self.WORKSPACE(group, geometry, device=device, generation=generation, timeout_s=timeout_s)
             with group.local_step("workspace: native part", timeout_s=timeout_s):
                 self.num_sms = usable_sms(torch.cuda.get_device_properties(device).multi_processor_count, reserve_sms)
                 module, fields = nvlink_module(traced), self.workspace.fields(self.num_sms)
             self.stamps = StampBuffer(group, module, device=device, num_sms=self.num_sms, timeout_s=timeout_s) if traced else None
             with group.local_step("workspace: launches", timeout_s=timeout_s):
-                self.native = module.Workspace({**fields, **self.stamps.fields()} if self.stamps else fields)
+                self.native = getattr(module, self.NATIVE)({**fields, **self.stamps.fields()} if self.stamps else fields)
         self._mail = self.workspace.mailbox.numpy()
         # Not a method: the watch's thread would keep this session, and its memory, for ever.
         self.watch = LivenessWatch(group, partial(note_lost, self._mail), timeout_s=timeout_s)
@@ -192,7 +195,8 @@ class NvlinkSession:
 class NvlinkSessionCache:
     """Live sessions by (group, geometry, device). Layers keep them alive; a session goes when its last layer goes."""
 
-    def __init__(self) -> None:
+    def __init__(self, make: type[NvlinkSession] = NvlinkSession) -> None:
+        self._make = make
         self._sessions: weakref.WeakValueDictionary[tuple, NvlinkSession] = weakref.WeakValueDictionary()
         self._generation: dict[tuple, int] = {}
 
@@ -217,8 +221,8 @@ class NvlinkSessionCache:
         if usable and all(other["have"] == offer["have"] for other in offers):
             return session
         self._generation[identity] = generation
-        session = NvlinkSession(group, geometry, device=device, generation=generation, reserve_sms=reserve_sms, timeout_s=timeout_s,
-                                traced=traced)
+        session = self._make(group, geometry, device=device, generation=generation, reserve_sms=reserve_sms, timeout_s=timeout_s,
+                             traced=traced)
         weakref.finalize(session, session.watch.close)
         self._sessions[key] = session
         return session

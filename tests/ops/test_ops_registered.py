@@ -39,7 +39,8 @@ def small_layer(dtype: torch.dtype = torch.float32):
     return LayerCase((), (), num_experts=6, top_k=2, hidden=16, inter=4, max_tokens=64, dtype=dtype).layer()
 
 
-ONE_PROCESS = {"grouped_gemm", "interleave_gate_up", "quantise_rows", "quantise_weights", "release_ops_memory", "scale_pairs"}
+ONE_PROCESS = {"grouped_gemm", "interleave_gate_up", "quantise_rows", "quantise_weights", "release_ops_memory", "scale_pairs",
+               "synchronize"}
 
 
 def test_every_op_between_ranks_is_registered():

@@ -1,5 +1,6 @@
 // Python bindings of the fused layer over NVLink. Device pointers and streams are integers; nothing here includes torch.
 // with: tk_kernels/nvlink/open_call.cu tk_kernels/nvlink/fused_gemm.cu
+// with: tk_kernels/bindings/nvlink_ops.cu tk_kernels/nvlink/dense.cu tk_kernels/nvlink/routed_ops.cu
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9,6 +10,7 @@
 
 #include "../nvlink/layer.cuh"
 #include "fields.hpp"
+#include "nvlink_ops.hpp"
 #ifdef MOE_TK_TRACE
 #include "../nvlink/clock_sync.cuh"
 #define MODULE_NAME moe_tk_nvlink_traced
@@ -133,6 +135,10 @@ py::list list_variants() {
 
 }  // namespace
 
+namespace moe_tk::bindings {
+nvlink::workspace_view workspace_of(const py::dict &values) { return read_workspace(values); }
+}  // namespace moe_tk::bindings
+
 PYBIND11_MODULE(MODULE_NAME, m) {
     m.doc() = "The fused MoE layer over NVLink; device pointers and streams are integers";
     m.attr("CONTROL_BYTES") = sizeof(protocol::control_block);
@@ -145,6 +151,7 @@ PYBIND11_MODULE(MODULE_NAME, m) {
     py::class_<workspace>(m, "Workspace", py::module_local())  // a traced module may be loaded as well
         .def(py::init<const py::dict &>(), py::arg("fields"))
         .def("run", &workspace::run, py::arg("call"), py::kw_only(), py::arg("stages"), py::arg("timeout_s"), py::arg("stream"));
+    bindings::add_nvlink_ops(m);
 #ifdef MOE_TK_TRACE
     m.attr("STAMP_KINDS") = int(stamp_kind::reduce) + 1;
     m.attr("STAMP_KERNELS") = STAMP_KERNELS;

@@ -41,6 +41,15 @@ template <class Cfg, class Gate, class Epilogue, class Push> struct gemm_globals
     typename Epilogue::params epilogue;
     typename Push::params push;
     tma::cache_policy tokens_policy, weights_policy;
+    // Where a tile's operands and results lie. Globals of which they lie in several tensors, or in another order, hide these.
+    __device__ const auto &tokens_of(const tile_task &) const { return tokens; }
+    __device__ coord<> tokens_at(const tile_task &t, int row, int k) const { return {0, 0, t.row_block * Cfg::BLOCK_M + row, k}; }
+    __device__ coord<> weights_at(const tile_task &t, int i, int panel, int num_panels) const {  // slab i of a panel of K
+        if constexpr (Cfg::TILED_WEIGHTS) return {0, t.expert, ((t.col_block * num_panels + panel) * 2 + i) * Cfg::B_SLAB, 0};
+        else return {0, t.expert, t.col_block * Cfg::BLOCK_N + i * Cfg::B_SLAB, panel * Cfg::PANEL_K};
+    }
+    __device__ const auto &out_of(const tile_task &) const { return out; }
+    __device__ coord<> out_at(const tile_task &t, int row, int col) const { return {0, 0, t.row_block * Cfg::BLOCK_M + row, col}; }
 };
 
 template <class Cfg, class Out> struct gemm_shared {
@@ -93,12 +102,6 @@ __device__ __forceinline__ void load_slab(ST &dst, const GL &src, const coord<> 
     else if (mine) tma::cluster::load_async(dst, src, at, sem, ALL, policy);
 }
 
-// Where slab `i` of panel `panel` of a task's weights lies.
-template <class Cfg> __device__ __forceinline__ coord<> weights_at(const tile_task &t, int i, int panel, int num_panels) {
-    if constexpr (Cfg::TILED_WEIGHTS) return {0, t.expert, ((t.col_block * num_panels + panel) * 2 + i) * Cfg::B_SLAB, 0};
-    else return {0, t.expert, t.col_block * Cfg::BLOCK_N + i * Cfg::B_SLAB, panel * Cfg::PANEL_K};
-}
-
 // What one stage brings in: both operands, or one of them.
 enum operand_bits { OPERAND_A = 1, OPERAND_B = 2, OPERANDS_AB = 3 };
 
@@ -110,7 +113,6 @@ __device__ __forceinline__ void load_stage(const G &g, Shared &s, int stage, con
     using ST_B = typename G::b_slab;
     semaphore &sem = s.inputs_arrived[stage];
     auto &in = s.inputs[stage];
-    const int row = w.task.row_block * Cfg::BLOCK_M;
     const uint32_t scale_bytes = Cfg::SCALED ? a_slabs * Cfg::A_SLAB * sizeof(float) : 0;
     if constexpr (WHICH & OPERAND_B)
         tma::expect_bytes(sem, Cfg::PANELS * (a_slabs * ST_A::num_bytes + 2 * ST_B::num_bytes) + scale_bytes);
@@ -121,17 +123,18 @@ __device__ __forceinline__ void load_stage(const G &g, Shared &s, int stage, con
 #pragma unroll
             for (int i = 0; i < Cfg::BLOCK_M / Cfg::A_SLAB; ++i)
                 if (i < a_slabs)
-                    load_slab<Cfg>(in.a[p].template row_slab<Cfg::A_SLAB>(i), g.tokens, {0, 0, row + i * Cfg::A_SLAB, k}, sem,
-                                   w.share_a(), i % Cfg::CLUSTER == rank, g.tokens_policy);
+                    load_slab<Cfg>(in.a[p].template row_slab<Cfg::A_SLAB>(i), g.tokens_of(w.task),
+                                   g.tokens_at(w.task, i * Cfg::A_SLAB, k), sem, w.share_a(), i % Cfg::CLUSTER == rank,
+                                   g.tokens_policy);
         if constexpr (WHICH & OPERAND_B)
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 load_slab<Cfg>(in.b[p].template row_slab<Cfg::B_SLAB>(i), g.weights,
-                               weights_at<Cfg>(w.task, i, k_block * Cfg::PANELS + p, num_k_blocks * Cfg::PANELS), sem, w.share_b(),
+                               g.weights_at(w.task, i, k_block * Cfg::PANELS + p, num_k_blocks * Cfg::PANELS), sem, w.share_b(),
                                i % Cfg::CLUSTER == rank, g.weights_policy);
     }
     if constexpr (Cfg::SCALED && (WHICH & OPERAND_A)) {
-        const float *scales = g.scales.tokens + k_block * g.scales.tokens_stride + row;
+        const float *scales = g.scales.tokens + k_block * g.scales.tokens_stride + w.task.row_block * Cfg::BLOCK_M;
         if (scale_bytes > 0) tma::load_bulk_async(s.token_scales[stage].data, scales, scale_bytes, sem);
     }
 }
@@ -319,10 +322,10 @@ template <class Cfg, class Epilogue, class G, class Shared>
 __device__ __forceinline__ void store_tile(const G &g, Shared &s, ring_position<Cfg::OUT_STAGES> at, const tile_task &t, int wg) {
     constexpr int COLS = Cfg::WG_COLS / Epilogue::COLUMN_RATIO, OUT_COLS = out_tile<typename G::Out>::cols;
     constexpr int CHUNKS = COLS / OUT_COLS;
-    const int row = t.row_block * Cfg::BLOCK_M + (wg / Cfg::WGS_N) * Cfg::WG_ROWS;
+    const int row = (wg / Cfg::WGS_N) * Cfg::WG_ROWS;
     const int col = t.col_block * (Cfg::BLOCK_N / Epilogue::COLUMN_RATIO) + (wg % Cfg::WGS_N) * COLS;
     // Rows of this warpgroup that are not padding, in slabs; the storer is called only where there is one.
-    const int slabs = ceil_div(t.rows - (wg / Cfg::WGS_N) * Cfg::WG_ROWS, Cfg::OUT_SLAB);
+    const int slabs = ceil_div(t.rows - row, Cfg::OUT_SLAB);
     int previous = 0;
 #pragma unroll
     for (int c = 0; c < CHUNKS; ++c) {
@@ -330,8 +333,8 @@ __device__ __forceinline__ void store_tile(const G &g, Shared &s, ring_position<
 #pragma unroll
         for (int i = 0; i < Cfg::WG_ROWS / Cfg::OUT_SLAB; ++i)
             if (i < slabs)
-                tma::store_async(g.out, s.outputs[wg][at.stage].template row_slab<Cfg::OUT_SLAB>(i),
-                                 coord<>(0, 0, row + i * Cfg::OUT_SLAB, col + c * OUT_COLS));
+                tma::store_async(g.out_of(t), s.outputs[wg][at.stage].template row_slab<Cfg::OUT_SLAB>(i),
+                                 g.out_at(t, row + i * Cfg::OUT_SLAB, col + c * OUT_COLS));
         tma::store_commit_group();
         if (Cfg::OUT_STAGES == 1) {
             tma::store_async_read_wait<0>();

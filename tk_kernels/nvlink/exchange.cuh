@@ -53,11 +53,11 @@ struct verdict {
     void_reason reason;
     int rank, value;
 };
-__device__ __forceinline__ verdict judge(const open_globals &g, int lane, uint64_t signature, int num_tokens, int refused) {
-    const bool real = lane < g.call.world;
+__device__ __forceinline__ verdict judge(const call_view &c, int lane, uint64_t signature, int num_tokens, int refused) {
+    const bool real = lane < c.world;
     const uint64_t wanted = __shfl_sync(0xffffffff, signature, 0);
     const auto first_of = [&](bool bad) { return __ffs(__ballot_sync(0xffffffff, real && bad)) - 1; };
-    const int by_refusal = first_of(refused), by_signature = first_of(signature != wanted), by_size = first_of(num_tokens > g.call.max_tokens);
+    const int by_refusal = first_of(refused), by_signature = first_of(signature != wanted), by_size = first_of(num_tokens > c.max_tokens);
     verdict v{void_reason::none, 0, 0};
     if (by_refusal >= 0) v = {void_reason::refused, by_refusal, 0};
     else if (by_signature >= 0) v = {void_reason::disagree, by_signature, 0};
@@ -78,7 +78,7 @@ __device__ __forceinline__ void await_headers(const open_globals &g, const build
             header = __ldcg(reinterpret_cast<const uint4 *>(c.header(c.rank, epoch & 1, me.lane)));
         }
         ok = __all_sync(0xffffffff, ok);
-        const verdict v = judge(g, me.lane, uint64_t(header.y) << 32 | header.x, int(header.z), int(header.w));
+        const verdict v = judge(c, me.lane, uint64_t(header.y) << 32 | header.x, int(header.z), int(header.w));
         if (ok && v.reason != void_reason::none && me.global_thread == 0) {
             c.host->void_rank = v.rank, c.host->void_value = v.value;
             store_release_sys(&c.host->void_reason, uint32_t(v.reason));

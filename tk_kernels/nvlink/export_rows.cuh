@@ -45,17 +45,22 @@ __device__ __forceinline__ void let_routing_go_first(const open_globals &g, uint
 }
 
 // ORDER rows: the rows, then the last block's st.release.sys of the epoch; row_puller acquires it before its first load.
-// A row's place is free: whoever read it in the call before owed this rank a partial row, and that call is done.
+// A row's place is free: whoever read it in the call before owed this rank a partial row, and that call is done. Where no
+// partial row was owed (dispatch_gemm), its reader's header of this call says so.
 __device__ __forceinline__ void export_rows(const open_globals &g, uint32_t epoch) {
     const call_view &c = g.call;
     const int num_blocks = gridDim.x - OPEN_CLUSTER, block = blockIdx.x - OPEN_CLUSTER;
     const int tokens = g.refused ? 0 : g.num_tokens;
+    const uint32_t others = g.hidden_states == nullptr ? 0u : ~(1u << c.rank);  // a call without rows sends none
     if (threadIdx.x == 0) let_routing_go_first(g, epoch);
+    const int from = int(threadIdx.x);
+    if (g.export_waits && from < c.world && from != c.rank)
+        spin_until(c.posted(c.rank, from), epoch, c, {phase_id::exchange, role_id::send, from, from});
     __syncthreads();
     for (int token = int(threadIdx.x / 32) * num_blocks + block; token < tokens; token += OPEN_WARPS * num_blocks) {
         const uint32_t ranks = wanted_by(g, token);
         if (threadIdx.x % 32 == 0) g.tables.contributors[token] = ranks;
-        send_row(g, token, ranks & ~(1u << c.rank));
+        send_row(g, token, ranks & others);
     }
     __syncthreads();
     stamp_lap_block(stamp_kind::open_export);

@@ -19,31 +19,54 @@ template <class Base> struct fused_config : Base {
     static_assert(PRODUCER_REGISTERS + Base::CONSUMER_WGS * CONSUMER_REGISTERS <= 168 * (Base::CONSUMER_WGS + 1), "registers of a block");
 };
 
-template <class Cfg> struct gather_shared {
+// What the spare warps of the layer's two GEMMs do: the mover of the first, the finish of the second.
+struct pull_mover {
+    using gate = arrival_gate;
+    using push = count_push;
+    using params = pull_params;
+    using shared = pull_shared;
+    __device__ static void init(shared &s) { init_pull(s); }
+    __device__ static void run(const call_view &c, const params &p, shared &s) {
+        if (blockIdx.x < p.mover_blocks) row_puller(c, p, s).run();
+    }
+    __device__ static void help(const call_view &c, const params &p) { place_first_rows(c, p); }  // consumers, before their first tile
+};
+struct combine_finish {
+    using gate = activated_gate;
+    using push = group_push;
+    using params = combine_params;
+    // BATCH: as many rows in flight as the registers of the warp allow.
+    template <int BATCH> __device__ static void run(const call_view &c, const params &p) { combine_and_reduce<BATCH>(c, p); }
+};
+
+template <class Cfg, class Mover = pull_mover> struct gather_shared {
     gemm_shared<Cfg, bf16> gemm;
-    pull_shared pull;
+    typename Mover::shared mover;
 #ifdef MOE_TK_TRACE
     stamp_room stamps;  // last
 #endif
 };
-template <class Cfg> constexpr int gather_shared_bytes() {
-    static_assert(sizeof(gather_shared<Cfg>) <= kittens::MAX_SHARED_MEMORY, "stages, outputs and the mover's ring exceed shared memory");
-    return int(sizeof(gather_shared<Cfg>));
+template <class Cfg, class Mover = pull_mover> constexpr int gather_shared_bytes() {
+    static_assert(sizeof(gather_shared<Cfg, Mover>) <= kittens::MAX_SHARED_MEMORY, "stages, outputs and the mover's ring exceed shared memory");
+    return int(sizeof(gather_shared<Cfg, Mover>));
 }
 
-// gather-GEMM. Roles: consumer warpgroups (they place the first rows); then one loader warp (gates), one storer warp per consumer warpgroup, and the
-// mover warp.
-template <class Cfg, class Epilogue>
+// Globals of gather_gemm, if its rows lie in one tensor and its weights in the kernels' order.
+template <class Cfg, class Epilogue, class Mover> using gather_globals = gemm_globals<Cfg, typename Mover::gate, Epilogue, typename Mover::push>;
+
+// gather-GEMM. Roles: consumer warpgroups (they place the first rows); then one loader warp (gates), one storer warp per consumer
+// warpgroup, and the mover warp. The mover says what the gate waits for and who hears of finished tiles.
+template <class Cfg, class Epilogue, class Mover = pull_mover, class Globals = gather_globals<Cfg, Epilogue, Mover>>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
-    const __grid_constant__ gemm_globals<Cfg, arrival_gate, Epilogue, count_push> g, const __grid_constant__ pull_params p) {
+    const __grid_constant__ Globals g, const __grid_constant__ typename Mover::params p) {
     static_assert(Cfg::CONSUMER_WGS <= 2, "loader, storers and mover fill one warpgroup");
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
-    auto &s = *reinterpret_cast<gather_shared<Cfg> *>(dynamic_shared);
+    auto &s = *reinterpret_cast<gather_shared<Cfg, Mover> *>(dynamic_shared);
     const int warp = kittens::warpid(), rank = Cfg::CLUSTER == 1 ? 0 : kittens::cluster_ctarank();
     const int num_k_blocks = kittens::ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
     stamps_begin(g.gate.call, stamp_kernel::gather_gemm);
     if (threadIdx.x == 0) {
-        init_pull(s.pull);
+        Mover::init(s.mover);
         init_semaphores<Cfg>(s.gemm);
     }
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
@@ -55,15 +78,15 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;
         if (role == 0) {
-            if (kittens::elect_one()) load_tasks<Cfg, arrival_gate>(g, s.gemm, rank, num_k_blocks);
+            if (kittens::elect_one()) load_tasks<Cfg, typename Mover::gate>(g, s.gemm, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
-            store_tasks<Cfg, Epilogue, count_push>(g, s.gemm, rank, role - 1);
-        } else if (role == 3 && blockIdx.x < p.mover_blocks) {
-            row_puller(g.gate.call, p, s.pull).run();
+            store_tasks<Cfg, Epilogue, typename Mover::push>(g, s.gemm, rank, role - 1);
+        } else if (role == 3) {
+            Mover::run(g.gate.call, p, s.mover);
         }
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
-        place_first_rows(g.gate.call, p);
+        Mover::help(g.gate.call, p);
         consume_tasks<Cfg, Epilogue>(g, s.gemm, rank, num_k_blocks, kittens::warpgroup::groupid());
     }
     if constexpr (Cfg::CLUSTER > 1) {
@@ -72,13 +95,13 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
     }
 }
 
-// GEMM-scatter. The spare warp combines from the start; the others join it when their tiles are done. Blocks start while
-// gather_gemm ends: its tables are there (gather_gemm has waited for them before it let this grid start), rows are gated. Only
-// what combines waits for gather_gemm's end, so that no later grid starts before that and its abort flag is final.
-template <class Cfg>
+// GEMM-scatter. The spare warp finishes rows (combines, reduces) from the start; the others join it when their tiles are done.
+// Blocks start while gather_gemm ends: its tables are there (gather_gemm has waited for them before it let this grid start), rows
+// are gated. Only what finishes waits for gather_gemm's end, so that no later grid starts before that and its abort flag is final.
+template <class Cfg, class Finish = combine_finish,
+          class Globals = gemm_globals<Cfg, typename Finish::gate, plain_epilogue, typename Finish::push>>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
-    const __grid_constant__ gemm_globals<Cfg, activated_gate, plain_epilogue, group_push> g,
-    const __grid_constant__ call_view c, const __grid_constant__ combine_params p) {
+    const __grid_constant__ Globals g, const __grid_constant__ call_view c, const __grid_constant__ typename Finish::params p) {
     static_assert(Cfg::CONSUMER_WGS <= 2, "loader, storers and combiner fill one warpgroup");
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
     auto &s = *reinterpret_cast<gemm_shared<Cfg, bf16> *>(dynamic_shared);
@@ -92,15 +115,15 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;
         if (role == 0) {
-            if (kittens::elect_one()) load_tasks<Cfg, activated_gate>(g, s, rank, num_k_blocks);
+            if (kittens::elect_one()) load_tasks<Cfg, typename Finish::gate>(g, s, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
-            store_tasks<Cfg, plain_epilogue, group_push>(g, s, rank, role - 1);
+            store_tasks<Cfg, plain_epilogue, typename Finish::push>(g, s, rank, role - 1);
         }
         __syncwarp();
         stamp_restart();
         kittens::wait_prerequisite_grids();
         stamp_lap_warp(stamp_kind::launch_wait, 0);
-        combine_and_reduce<4>(c, p);
+        Finish::template run<4>(c, p);
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
         consume_tasks<Cfg, plain_epilogue>(g, s, rank, num_k_blocks, kittens::warpgroup::groupid());
@@ -108,7 +131,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
         stamp_restart();
         kittens::wait_prerequisite_grids();
         stamp_lap_warp(stamp_kind::launch_wait, 0);
-        combine_and_reduce<8>(c, p);
+        Finish::template run<8>(c, p);
     }
     if constexpr (Cfg::CLUSTER > 1) {
         __syncwarp();

@@ -23,7 +23,8 @@ gemm_globals<Cfg, Gate, Epilogue, Push> make_globals(const workspace_view &w, co
     bf16 *tokens = static_cast<bf16 *>(const_cast<void *>(in)), *matrix = static_cast<bf16 *>(const_cast<void *>(weights));
     const int experts = w.num_local > 0 ? w.num_local : 1;  // a rank without experts has a dummy and no tasks
     return {.tokens = {tokens, 1, 1, w.max_slots, k},
-            .weights = {matrix, 1, experts, tiled_rows(n, k, Cfg::BLOCK_N, Cfg::PANEL_K), Cfg::PANEL_K},
+            .weights = {matrix, 1, experts, Cfg::TILED_WEIGHTS ? tiled_rows(n, k, Cfg::BLOCK_N, Cfg::PANEL_K) : n,
+                        Cfg::TILED_WEIGHTS ? Cfg::PANEL_K : k},
             .out = {static_cast<bf16 *>(out), 1, 1, w.max_slots, n / Epilogue::COLUMN_RATIO},
             .scales = {},
             .tasks = {.tasks = tasks, .num_tasks_ptr = w.tables.counts + count, .num_tasks = 0, .block_rows = w.tables.block_target},
@@ -78,7 +79,7 @@ template <class Cfg, int GATHER_COLS> void launch_scatter(const workspace_view &
     const column_groups columns = groups_of(w.call.hidden, Cfg::BLOCK_N);
     const auto globals = make_globals<Cfg, activated_gate, plain_epilogue, group_push>(
         w, w.activated, w.intermediate, call.w2, w.call.hidden, w.rows,
-        {{w.call, w.counters.l1_done}, uint32_t(kittens::ceil_div(2 * w.intermediate, GATHER_COLS))}, {},
+        {{w.call, w.counters.l1_done}, call.activated_given ? 0u : uint32_t(kittens::ceil_div(2 * w.intermediate, GATHER_COLS))}, {},
         {w.counters.l2_done, columns}, w.tables.tasks2, COUNT_TASKS2);
     const combine_params combine{
         .counts = w.tables.counts, .slots = w.tables.slots, .job_order = w.tables.job_order,

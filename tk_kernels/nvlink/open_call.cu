@@ -24,7 +24,7 @@ void launch_open_call(const workspace_view &w, const layer_call &call, cudaStrea
     const open_globals g{
         .call = w.call, .tables = w.tables, .counters = w.counters, .signature = call.signature,
         .hidden_states = call.hidden_states, .topk_ids = call.topk_ids, .topk_weights = call.topk_weights,
-        .num_tokens = call.num_tokens, .refused = call.refused, .ids_are_64 = call.ids_are_64,
+        .num_tokens = call.num_tokens, .refused = call.refused, .export_waits = call.export_waits, .ids_are_64 = call.ids_are_64,
         .weights_are_bf16 = call.weights_are_bf16, .num_experts = w.num_experts, .first_expert = w.first_expert,
         .num_local = w.num_local, .tensor_parallel = w.tensor_parallel, .choices = divisor(w.call.top_k),
         .row_block = v.row_block, .segments = call.segments, .max_blocks = w.max_blocks, .max_slots = w.max_slots,

@@ -26,7 +26,7 @@ struct open_globals {
     const void *hidden_states;  // [num_tokens, H] bf16
     const void *topk_ids;       // [num_tokens, k] i32 or i64
     const void *topk_weights;   // [num_tokens, k] f32 or bf16
-    int num_tokens, refused;
+    int num_tokens, refused, export_waits;
     int ids_are_64, weights_are_bf16;
     int num_experts, first_expert, num_local, tensor_parallel;
     divisor choices;            // by k
