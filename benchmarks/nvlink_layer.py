@@ -109,7 +109,7 @@ def measure(shape: str, mode: str, args: argparse.Namespace, device: torch.devic
     """Lines of one layer."""
     hidden, inter, experts, top_k = SHAPES[shape]
     layer = moe_tk.MoELayer(num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=inter, mode=mode,
-                            max_tokens_per_rank=max(args.tokens), protocol="nvlink", device=device)
+                            max_tokens_per_rank=max(args.tokens), protocol="nvlink", pattern="two_kernel", device=device)
     draw = torch.Generator(device=device).manual_seed(0)
     w13 = torch.randn(experts, 2 * inter, hidden, device=device, dtype=torch.bfloat16, generator=draw) / hidden**0.5
     w2 = torch.randn(experts, hidden, inter, device=device, dtype=torch.bfloat16, generator=draw) / inter**0.5

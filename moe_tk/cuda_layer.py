@@ -1,4 +1,5 @@
-"""MoELayer on the CUDA back end: bfloat16, EP and TP, over NVLink; three launches per call on the current stream.
+"""MoELayer on the CUDA back end: bfloat16, EP and TP, over NVLink; three launches per call on the current stream, or five in
+the serial pattern.
 
 Calls are asynchronous and can be captured in CUDA graphs. What a call fails with on the device is raised by the next call or
 by synchronize(); its result is NaN.
@@ -17,9 +18,9 @@ from moe_tk.cpu_layer import WEIGHT_POSITIONS, CpuMoELayer
 from moe_tk.errors import ArgumentError, ArgumentTypeError, CapacityError, TopologyError
 from moe_tk.group import RankGroup, resolve_group
 from moe_tk.memory.estimate import MemoryEstimate
-from moe_tk.memory.nvlink_layout import JOB_CHUNK, MIN_COLUMN_BLOCK, ROW_BLOCKS, NvlinkGeometry, nvlink_estimate
+from moe_tk.memory.nvlink_layout import FUSED_COLUMN_BLOCK, JOB_CHUNK, ROW_BLOCKS, NvlinkGeometry, nvlink_estimate
 from moe_tk.ops.handles import keep_handle
-from moe_tk.planner import Plan
+from moe_tk.planner import Plan, explain_fusion
 from moe_tk.runtime.calls import signature_of
 from moe_tk.runtime.launch import Activation, CallStats, resolve_activation
 from moe_tk.runtime.nvlink_layer import NvlinkLayer
@@ -27,7 +28,7 @@ from moe_tk.runtime.nvlink_session import too_many_tokens
 from moe_tk.sizes import check_count, check_layer_sizes, check_one_of, check_positive
 from moe_tk.weights import from_checkpoint
 
-PATTERNS = ("auto", "two_kernel")
+PATTERNS = ("auto", "two_kernel", "serial")
 
 
 class CudaMoELayer(CpuMoELayer):
@@ -69,11 +70,11 @@ class CudaMoELayer(CpuMoELayer):
             self._calls = NvlinkLayer(self.group, geometry, device=self.device, activation=self.activation,
                                       weights_before_l2=weight_position == "before_l2", timeout_s=self.timeout_s,
                                       segments=segments, row_block=row_block, reserve_sms=reserve_sms,
-                                      traced=env("MOE_TK_TRACE") if traced is None else traced)
+                                      pattern=pattern, traced=env("MOE_TK_TRACE") if traced is None else traced)
         self.session = self._calls.session
         self.ordinal = self.session.add_layer()
         self._signature = signature_of("moe_layer", "nvlink", geometry.shared_key(), self.ordinal, weight_position, self.activation)
-        self.plan = self._plan(geometry)
+        self.plan = self._plan(geometry, pattern)
         self.stats, self.tables, self.record_trace = CallStats(), None, False
         self.handle = keep_handle(self)
 
@@ -89,14 +90,22 @@ class CudaMoELayer(CpuMoELayer):
         if row_block is not None and row_block not in ROW_BLOCKS:
             raise ArgumentError(f"row_block is {row_block}, wanted one of {', '.join(map(str, ROW_BLOCKS))} or None")
 
-    def _plan(self, g: NvlinkGeometry) -> Plan:
-        sms = self.session.num_sms
-        reasons = ("pattern two_kernel: the fused pattern of the CUDA back end",
+    def _plan(self, g: NvlinkGeometry, pattern: str) -> Plan:
+        sms, machine = self.session.num_sms, self._calls.machine
+        why = {"two_kernel": ("pattern two_kernel: the fused pattern of the CUDA back end, three launches",),
+               "serial": ("pattern serial: rows, GEMM 1, GEMM 2, combine one after the other, five launches",),
+               "auto": ("pattern auto: two_kernel or serial, chosen by this rank for each call from its number of tokens; other "
+                        "ranks may choose differently",
+                        f"auto takes this GPU for {machine.name}: {machine.tflops:.0f} TFLOP/s, {machine.hbm_gbs:.0f} GB/s memory, "
+                        f"{machine.wire_gbs:.0f} GB/s wire ({machine.origin})",
+                        *explain_fusion(self._calls.choice, g.max_tokens))}
+        reasons = (*why[pattern],
                    "row blocks of 64 for calls with few rows per expert, of 128 for others",
-                   f"{sms} blocks in each GEMM; a warp of each moves rows in GEMM 1 and combines in GEMM 2, the others join it",
+                   f"{sms} blocks in each GEMM; in two_kernel a warp of each moves rows in GEMM 1 and combines in GEMM 2, the "
+                   "others join it",
                    "receivers read each wanted row once and write it to all its slots")
-        return Plan(pattern="two_kernel", protocol="nvlink", segments=g.max_segments, row_block=ROW_BLOCKS[-1],
-                    column_block=MIN_COLUMN_BLOCK, job_chunk=JOB_CHUNK, warmup=0, send_blocks=0, place_blocks=sms,
+        return Plan(pattern=pattern, protocol="nvlink", segments=g.max_segments, row_block=ROW_BLOCKS[-1],
+                    column_block=FUSED_COLUMN_BLOCK, job_chunk=JOB_CHUNK, warmup=0, send_blocks=0, place_blocks=sms,
                     compute_blocks=sms, combine_blocks=sms, pull=True, reasons=reasons)
 
     @property

@@ -26,6 +26,7 @@ class Subcommand:
 SUBCOMMANDS = (
     Subcommand("demo", "moe_tk.cli.demo", "run the layer on its real input and check it against the reference"),
     Subcommand("doctor", "moe_tk.cli.doctor", "read this machine and say what will be used, and why"),
+    Subcommand("plan", "moe_tk.cli.plan", "print what fusion could gain for a shape on a machine, and the pattern that follows"),
     Subcommand("explain-timeout", "moe_tk.cli.explain_timeout", "draw who waited for whom from a wait record"),
     Subcommand("build", "moe_tk.cli.build", "compile the native modules ahead of their first use"),
     Subcommand("bench", "moe_tk.cli.bench", "measure a part of the system on this machine and write the table"),

@@ -17,10 +17,10 @@ from moe_tk.memory.geometry import Geometry
 from moe_tk.memory.nvlink_layout import ROW_BLOCKS
 from moe_tk.ops.sessions import Agreement, Request, agree, data_session
 from moe_tk.planner import Plan, make_plan
+from moe_tk.planner.fusion import LARGE_TILE_ROWS
 from moe_tk.planner.plan import ROW_BLOCK
 from moe_tk.runtime.calls import CallOptions, open_routed_call, run_gather, run_mega, run_scatter
 from moe_tk.runtime.launch import Activation, resolve_activation
-from moe_tk.runtime.nvlink_layer import LARGE_TILE_ROWS
 from moe_tk.runtime.session import Session
 from moe_tk.schedule import local_experts
 from moe_tk.sizes import MAX_TOP_K, check_count, check_one_of, check_width

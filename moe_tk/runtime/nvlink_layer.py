@@ -1,4 +1,5 @@
-"""The layer on the CUDA back end: three launches per call on the current stream, without host synchronisation."""
+"""The layer on the CUDA back end: three launches per call on the current stream (serial pattern: five), without host
+synchronisation."""
 
 from __future__ import annotations
 
@@ -11,13 +12,17 @@ from torch import Tensor
 from moe_tk.errors import ArgumentError
 from moe_tk.group import RankGroup
 from moe_tk.memory.nvlink_layout import ROW_BLOCKS, NvlinkGeometry
+from moe_tk.planner import Choice, LayerWork, choose_fusion, machine_of, row_block_of
+from moe_tk.runtime.gemm_tiles import POLICY_NORMAL, TileChoice, choose_tile
 from moe_tk.runtime.launch import Activation
-from moe_tk.runtime.nvlink_session import GATHER, NVLINK_SESSIONS, OPEN, SCATTER
+from moe_tk.runtime.nvlink import nvlink_module
+from moe_tk.runtime.nvlink_session import NVLINK_SESSIONS, OPEN, STAGES
 
 INTERLEAVE = 8        # swiglu_epilogue: gate and up rows alternate in groups of 8
 TILE_ROWS, TILE_COLS = 256, 64  # BLOCK_N and PANEL_K of the fused GEMMs
 DEFAULT_PASSES = 1    # over the columns of GEMM 2
-LARGE_TILE_ROWS = 96  # mean rows of an expert from which row blocks of 128 are used
+PATTERNS = tuple(STAGES)
+NOT_PLAIN = {"gemm1_tile": -1, "gemm1_policy": 0, "gemm2_tile": -1, "gemm2_policy": 0}  # fields of a fused call
 
 
 def tiled(weights: Tensor) -> Tensor:
@@ -60,16 +65,21 @@ class NvlinkLayer:
 
     def __init__(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, activation: Activation,
                  weights_before_l2: bool, timeout_s: float, segments: int | None = None, row_block: int | None = None,
-                 reserve_sms: int = 0, passes: int | None = None, traced: bool = False) -> None:
-        """A collective. row_block None = chosen by the size of each call; segments None = 1: measured on two H200, the padding of
-        more segments cost more time in the GEMMs than the earlier return of the results saved."""
+                 reserve_sms: int = 0, pattern: str = "auto", passes: int | None = None, traced: bool = False) -> None:
+        """A collective. pattern "auto" = chosen by the size of each call, and may differ from rank to rank: ranks show each other
+        the same things in both. row_block None = chosen by the size of each call; segments None = 1: measured on two H200, the
+        padding of more segments cost more time in the GEMMs than the earlier return of the results saved."""
         self.geometry, self.device, self.timeout_s = geometry, device, timeout_s
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
-        self.segments, self.row_block, self.passes = segments, row_block, passes
+        self.segments, self.row_block, self.pattern, self.passes = segments, row_block, pattern, passes
         self.mover_blocks = 0  # blocks whose mover warp moves rows in GEMM 1; 0: all, which is right except to see what they cost
         self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms, traced=traced)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
+        self.machine = machine_of(torch.cuda.get_device_name(device), self.session.num_sms)
+        self._choices: dict[int, Choice] = {}                 # by number of tokens
+        self._plain_fields: dict[int, dict[str, int]] = {}
+        self._tile_index = {tile["name"]: index for index, tile in enumerate(nvlink_module(traced).plain_tiles())}
 
     def load_weights(self, w13: Tensor, w2: Tensor) -> None:
         """This rank's w13 [E_local, 2I, H], w2 [E_local, H, I] on the layer's device; kept in the engine's layout (a copy)."""
@@ -78,16 +88,62 @@ class NvlinkLayer:
     def choices(self, num_tokens: int) -> tuple[int, int]:
         """(variant, segments) of a call with num_tokens tokens on this rank. Slots are local, so ranks need not agree."""
         g = self.geometry
-        mean_rows = g.world * num_tokens * g.top_k / g.num_experts
-        row_block = self.row_block or ROW_BLOCKS[mean_rows >= LARGE_TILE_ROWS]
+        row_block = self.row_block or row_block_of(g.world, num_tokens, g.top_k, g.num_experts)
         return ROW_BLOCKS.index(row_block), self.segments or 1
 
-    def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor, out: Tensor, *, signature: int,
-                stages: int = OPEN | GATHER | SCATTER) -> None:
-        """Launches a call. hidden, out [T, H] bf16, ids [T, k] i32/i64, weights [T, k] f32/bf16: contiguous, on the device."""
-        variant, segments = self.choices(hidden.shape[0])
-        fields = self._fields(variant, segments, signature, hidden, ids, weights, out)
-        self.session.run(fields, stages=stages, timeout_s=self.timeout_s)
+    def tiles(self, num_tokens: int) -> tuple[TileChoice, TileChoice]:
+        """Tiles of both GEMMs of a serial call with num_tokens tokens on this rank, if its experts get the mean share."""
+        g = self.geometry
+        variant, segments = self.choices(num_tokens)
+        row_block, groups = ROW_BLOCKS[variant], segments * max(1, g.num_local_experts)
+        rows = g.world * num_tokens * g.top_k / (g.num_experts * segments)
+        blocks = math.ceil(groups * max(1.0, rows / row_block + 0.5))  # a group's last row block is half full on average
+        if row_block == 64 and blocks > groups:  # measured: 253 us a call of qwen3-30b-a3b at T = 512, 280 with 64 x 128
+            both = TileChoice("64x256_s5_w2_c2", POLICY_NORMAL, "more than one block of 64 rows an expert: they share weights")
+            return both, both
+        common = dict(row_block=row_block, num_slots=blocks * row_block, num_experts=groups, num_sms=self.session.num_sms)
+        return (choose_tile("bf16", columns=2 * g.padded_intermediate, activation=True, **common),
+                choose_tile("bf16", columns=g.hidden, activation=False, **common))
+
+    def choice(self, num_tokens: int) -> Choice:
+        """What the planner says to a call with num_tokens tokens on this rank."""
+        if num_tokens not in self._choices:
+            g = self.geometry
+            work = LayerWork(tokens=num_tokens, world=g.world, top_k=g.top_k, num_experts=g.num_experts,
+                             local_experts=g.num_local_experts, hidden=g.hidden, local_intermediate=g.local_intermediate,
+                             row_block=ROW_BLOCKS[self.choices(num_tokens)[0]])
+            self._choices[num_tokens] = choose_fusion(work, self.machine)
+        return self._choices[num_tokens]
+
+    def pattern_of(self, num_tokens: int, stages: int | None = None) -> str:
+        """Pattern of a call with num_tokens tokens on this rank; with `stages`, the one that has them (OPEN alone is of both)."""
+        if stages not in (None, OPEN):
+            return next(pattern for pattern in PATTERNS if not stages & ~STAGES[pattern])
+        return self.choice(num_tokens).pattern if self.pattern == "auto" else self.pattern
+
+    def forward(self, hidden: Tensor, ids: Tensor, weights: Tensor, out: Tensor, *, signature: int, stages: int | None = None,
+                pattern: str | None = None) -> None:
+        """Launches a call. hidden, out [T, H] bf16, ids [T, k] i32/i64, weights [T, k] f32/bf16: contiguous, on the device.
+
+        pattern  one of PATTERNS; None = that of `stages`, or the layer's
+        stages   bits of nvlink_session; None = all of the pattern. All but OPEN want the tables of an OPEN with the same pattern
+                 and number of tokens. GATHER, SCATTER and COMBINE do their work once after each OPEN; PULL, GEMM1 and GEMM2 do
+                 theirs whenever they are launched
+        """
+        pattern = pattern or self.pattern_of(hidden.shape[0], stages)
+        fields = self._fields(*self.choices(hidden.shape[0]), signature, hidden, ids, weights, out)
+        if pattern == "serial":
+            fields.update(self._plain(hidden.shape[0]))
+        self.session.run(fields, stages=STAGES[pattern] if stages is None else stages, timeout_s=self.timeout_s)
+
+    def _plain(self, num_tokens: int) -> dict[str, int]:
+        """Fields of the two GEMMs of a serial call."""
+        if num_tokens not in self._plain_fields:
+            first, second = self.tiles(num_tokens)
+            self._plain_fields[num_tokens] = {
+                "passes": 1, "gemm1_tile": self._tile_index[first.name], "gemm1_policy": first.weights_policy,
+                "gemm2_tile": self._tile_index[second.name], "gemm2_policy": second.weights_policy}
+        return self._plain_fields[num_tokens]
 
     def refuse(self, signature: int, *, num_tokens: int = 0) -> None:
         """Tells the other ranks that this one does not make the call; they get PeerRefused, or CapacityError when num_tokens are
@@ -106,4 +162,4 @@ class NvlinkLayer:
                 "weights_are_bf16": weights is not None and weights.dtype == torch.bfloat16, "variant": variant,
                 "segments": segments, "passes": self.passes or DEFAULT_PASSES, "weights_before_l2": self.weights_before_l2,
                 "alpha": self.activation.alpha, "beta": self.activation.beta, "limit": self.limit,
-                "mover_blocks": self.mover_blocks}
+                "mover_blocks": self.mover_blocks, **NOT_PLAIN}

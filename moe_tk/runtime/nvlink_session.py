@@ -33,7 +33,8 @@ RECORD_FIELDS = ("op", "phase", "role", "rank", "block", "slot", "producer", "ex
                  "missing")
 FAILED, VOID_REASON, VOID_RANK, VOID_VALUE, LOST_LOW, LOST_HIGH, HOST_ABORT = range(7)  # nvlink::mailbox, in int32
 REFUSED, DISAGREE, CAPACITY = 1, 2, 3  # nvlink::void_reason
-OPEN, GATHER, SCATTER = 1, 2, 4        # nvlink::stage_bit
+OPEN, GATHER, SCATTER, PULL, GEMM1, GEMM2, COMBINE = (1 << bit for bit in range(7))  # nvlink::stage_bit
+STAGES = {"two_kernel": OPEN | GATHER | SCATTER, "serial": OPEN | PULL | GEMM1 | GEMM2 | COMBINE}  # of a call, by pattern
 _live: weakref.WeakSet[NvlinkSession] = weakref.WeakSet()
 
 
@@ -107,7 +108,7 @@ class NvlinkSession:
         finally:
             self._lock.release()
 
-    def run(self, call: dict[str, Any], *, stages: int = OPEN | GATHER | SCATTER, timeout_s: float) -> None:
+    def run(self, call: dict[str, Any], *, stages: int, timeout_s: float) -> None:
         """Launches stages of a call on the current stream of the session's device, behind the call before it. The order of
         graph replays on several streams is up to the caller."""
         stream = torch.cuda.current_stream(self.device)

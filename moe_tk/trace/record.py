@@ -60,8 +60,8 @@ def _facts(world: int, point: Point, options: Options) -> dict[str, Any]:
 def record_gpu(rank: int, world: int, point: Point, options: Options) -> Recorded:
     """Calls back to back on this rank's current device; the last one is traced between two comparisons of the clocks."""
     device = torch.device("cuda", torch.cuda.current_device())
-    layer = MoELayer(**point.sizes, max_tokens_per_rank=point.tokens, mode=point.mode, protocol="nvlink", device=device,
-                     traced=True, timeout_s=LIMIT_S)
+    layer = MoELayer(**point.sizes, max_tokens_per_rank=point.tokens, mode=point.mode, pattern="two_kernel", protocol="nvlink",
+                     device=device, traced=True, timeout_s=LIMIT_S)
     *args, w13, w2 = _inputs(rank, world, point, options, device)
     layer.load_weights(w13, w2)
     del w13, w2

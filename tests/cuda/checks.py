@@ -29,6 +29,7 @@ class Ranks:
     world: int
     device: torch.device
     group: object = field(default=None)
+    pattern: str = "two_kernel"  # of the layers that the checks make
 
     def __post_init__(self) -> None:
         self.group = resolve_group(None)
@@ -61,7 +62,7 @@ class Case:
         return moe_tk.MoELayer(ranks.group, num_experts=self.experts, top_k=self.top_k, hidden_size=self.hidden,
                                intermediate_size=self.inter, max_tokens_per_rank=self.max_tokens, mode=self.mode, protocol="nvlink",
                                row_block=self.row_block, segments=self.segments, weight_position=self.weight_position,
-                               device=ranks.device, **{"timeout_s": 5.0, **options})
+                               device=ranks.device, **{"timeout_s": 5.0, "pattern": ranks.pattern, **options})
 
 
 class Data:
@@ -109,12 +110,13 @@ TABLE_CASES = [
     Case(512, 8, 64, (512,), row_block=64, segments=2, routing="hot_rank"), Case(96, 32, 1024, (96, 40), "tp", 64, 1)]
 
 
-def compare_tables(workspace, want, count: int, layer) -> list[str]:
-    """Names of the tables on the device that differ from the schedule's."""
+def compare_tables(workspace, want, count: int, layer, columns: tuple[int, int] = (256, 256),
+                   passes: int = DEFAULT_PASSES) -> list[str]:
+    """Names of the tables on the device that differ from the schedule's. columns: of the tiles of both GEMMs; passes: of GEMM 2."""
     slots, blocks, jobs = want.slot_pair.numel(), want.block_group.numel(), want.delivery_order.numel()
     present = torch.cat([torch.arange(want.tokens_per_rank) < c for c in want.token_counts.tolist()])
-    widths = (2 * layer.session.geometry.padded_intermediate, layer.hidden_size)
-    orders = [task_order(want, -(-width // 256), passes) for width, passes in zip(widths, (1, DEFAULT_PASSES), strict=True)]
+    widths = 2 * layer.session.geometry.padded_intermediate, layer.hidden_size
+    orders = [task_order(want, -(-width // tile), times) for width, tile, times in zip(widths, columns, (1, passes), strict=True)]
     pairs = {
         "counts": (workspace.local("counts"), torch.tensor([slots, blocks, jobs, *(len(order) for order in orders)])),
         "expert_offsets": (workspace.local("expert_offsets")[:want.expert_offsets.numel()], want.expert_offsets),

@@ -40,12 +40,6 @@ def both(check):
     return run
 
 
-def release(ranks: Ranks) -> None:
-    """Ops have no object that could give their memory up: whoever runs checks in ranks that stay up ends with this."""
-    ranks.meet()
-    ops.release_ops_memory()
-
-
 def poison(ranks: Ranks) -> None:
     """NaN in all workspaces and in the memory that new tensors get; nobody is in a call meanwhile."""
     ranks.meet()

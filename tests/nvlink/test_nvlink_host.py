@@ -15,7 +15,7 @@ import torch
 
 import moe_tk
 from moe_tk import reference
-from moe_tk.cpu_layer import CpuMoELayer
+from moe_tk.back_end import decide_back_end
 from moe_tk.cuda_layer import CudaMoELayer
 from moe_tk.errors import (
     ArgumentError,
@@ -27,7 +27,6 @@ from moe_tk.errors import (
     TopologyError,
 )
 from moe_tk.group import SINGLE
-from moe_tk.layer import layer_class
 from moe_tk.memory.layout import ALIGNMENT, CONTROL_BYTES
 from moe_tk.memory.nvlink_layout import (
     MAX_GROUPS,
@@ -177,7 +176,7 @@ def test_the_rank_that_refused_has_raised_already():
 def test_sym_08_a_session_goes_when_no_layer_holds_it(monkeypatch):
     """Its watch runs on in a thread until it is closed, and must not keep the session and its memory alive."""
     workspace = SimpleNamespace(mailbox=torch.zeros(8, dtype=torch.int32), fields=lambda num_sms: {})
-    monkeypatch.setattr(nvlink_session, "NvlinkWorkspace", lambda *arguments, **named: workspace)
+    monkeypatch.setattr(NvlinkSession, "WORKSPACE", staticmethod(lambda *arguments, **named: workspace))
     monkeypatch.setattr(nvlink_session, "nvlink_module", lambda traced: SimpleNamespace(Workspace=lambda fields: object()))
     monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(multi_processor_count=132))
@@ -210,7 +209,7 @@ def test_krn_03_reserve_leaves_room_for_the_launches():
 
 
 @pytest.mark.parametrize("options, error, text", [
-    (dict(pattern="mega"), ArgumentError, "pattern is 'mega', wanted one of auto, two_kernel on the CUDA back end"),
+    (dict(pattern="mega"), ArgumentError, "pattern is 'mega', wanted one of auto, two_kernel, serial on the CUDA back end"),
     (dict(dtype=torch.float32), ArgumentTypeError, "dtype is torch.float32"), (dict(mode="pp"), ArgumentError, "mode is 'pp'"),
     (dict(weight_position="after"), ArgumentError, "weight_position is 'after'"),
     (dict(row_block=96), ArgumentError, "row_block is 96"),
@@ -264,11 +263,11 @@ def test_rows_that_bulk_copies_cannot_read_are_copied():
 
 
 def test_protocol_chooses_the_back_end(monkeypatch):
-    assert layer_class("nvlink") is CudaMoELayer
-    assert layer_class("auto") is CpuMoELayer
+    assert decide_back_end(None, dict(protocol="nvlink")).protocol == "nvlink"
+    assert decide_back_end(None, dict(protocol="auto")).protocol == "shm"
     monkeypatch.setenv("MOE_TK_PROTOCOL", "nvlink")
-    assert layer_class("auto") is CudaMoELayer
-    assert layer_class("shm") is CpuMoELayer
+    assert decide_back_end(None, {}).protocol == "nvlink"
+    assert decide_back_end(None, dict(protocol="shm")).protocol == "shm"
 
 
 def test_module_compiles_and_its_sizes_are_the_layouts():

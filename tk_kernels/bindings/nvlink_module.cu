@@ -1,6 +1,6 @@
 // Python bindings of the fused layer over NVLink. Device pointers and streams are integers; nothing here includes torch.
 // with: tk_kernels/nvlink/open_call.cu tk_kernels/nvlink/fused_gemm.cu
-// with: tk_kernels/bindings/nvlink_ops.cu tk_kernels/nvlink/dense.cu tk_kernels/nvlink/routed_ops.cu
+// with: tk_kernels/bindings/nvlink_ops.cu tk_kernels/nvlink/dense.cu tk_kernels/nvlink/routed_ops.cu tk_kernels/nvlink/serial.cu
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../nvlink/layer.cuh"
+#include "../patterns/grouped_gemm.cuh"
 #include "fields.hpp"
 #include "nvlink_ops.hpp"
 #ifdef MOE_TK_TRACE
@@ -75,14 +76,36 @@ nvlink::workspace_view read_workspace(const py::dict &values) {
     return w;
 }
 
+nvlink::plain_gemm read_plain(bindings::fields &f, const char *tile, const char *policy) {
+    const nvlink::plain_gemm plain{.tile = f.get<int>(tile), .weights_policy = f.get<int>(policy)};
+    if (plain.tile < -1 || plain.tile >= nvlink::plain_tiles().count)
+        throw py::value_error(std::string(tile) + " " + std::to_string(plain.tile) + " does not exist");
+    return plain;
+}
+
+// Both GEMMs of a call are fused, or both plain with the same row block.
+void check_tiles(const nvlink::layer_call &call, int stages) {
+    const int first = call.gemm1.tile, second = call.gemm2.tile;
+    const int fused = nvlink::STAGE_GATHER | nvlink::STAGE_SCATTER, all = 2 * nvlink::STAGE_COMBINE - 1;
+    if (call.variant < 0 || call.variant >= nvlink::num_fused_variants)
+        throw py::value_error("variant " + std::to_string(call.variant) + " does not exist");
+    if ((first < 0) != (second < 0)) throw py::value_error("gemm1_tile and gemm2_tile: wanted both or none");
+    if (first >= 0 && nvlink::plain_tiles().variants[first].block_m != nvlink::plain_tiles().variants[second].block_m)
+        throw py::value_error("gemm1_tile and gemm2_tile share the slots and their row blocks");
+    const int wrong = first < 0 ? all & ~fused & ~nvlink::STAGE_OPEN : fused;
+    if (stages & ~all || stages & wrong)
+        throw py::value_error("stages " + std::to_string(stages) + " are not of the " + (first < 0 ? "fused" : "serial") + " pattern");
+}
+
 // One workspace: sizes and addresses that never change, and the launches on it.
 class workspace {
   public:
     explicit workspace(const py::dict &values) : w_(read_workspace(values)) {
         nvlink::prepare_open_call();
+        nvlink::prepare_serial();
         for (int i = 0; i < nvlink::num_fused_variants; ++i) nvlink::fused_variants[i].prepare();
     }
-    // Launches the stages of `stages` (bits 1 open, 2 gather, 4 scatter) on `stream`; returns at once.
+    // Launches the stages of `stages` (nvlink::stage_bit) on `stream`, in the order of their bits; returns at once.
     void run(const py::dict &values, int stages, double timeout_s, uint64_t stream) {
         bindings::fields f(values, "call");
         const nvlink::layer_call call{
@@ -93,10 +116,10 @@ class workspace {
             .weights_are_bf16 = f.get<bool>("weights_are_bf16"), .variant = f.get<int>("variant"), .segments = f.get<int>("segments"),
             .passes = f.get<int>("passes"),
             .weights_before_l2 = f.get<bool>("weights_before_l2"), .alpha = f.get<float>("alpha"), .beta = f.get<float>("beta"),
-            .limit = f.get<float>("limit"), .mover_blocks = f.get<int>("mover_blocks")};
+            .limit = f.get<float>("limit"), .mover_blocks = f.get<int>("mover_blocks"),
+            .gemm1 = read_plain(f, "gemm1_tile", "gemm1_policy"), .gemm2 = read_plain(f, "gemm2_tile", "gemm2_policy")};
         f.done();
-        if (call.variant < 0 || call.variant >= nvlink::num_fused_variants)
-            throw py::value_error("variant " + std::to_string(call.variant) + " does not exist");
+        check_tiles(call, stages);
         if (call.passes < 1 || call.passes > nvlink::MAX_COL_GROUPS)
             throw py::value_error("passes: wanted 1.." + std::to_string(nvlink::MAX_COL_GROUPS) + ", got " + std::to_string(call.passes));
         nvlink::workspace_view w = w_;
@@ -106,6 +129,10 @@ class workspace {
         if (stages & nvlink::STAGE_OPEN) nvlink::launch_open_call(w, call, s);
         if (stages & nvlink::STAGE_GATHER) nvlink::fused_variants[call.variant].gather(w, call, stages & nvlink::STAGE_OPEN, s);
         if (stages & nvlink::STAGE_SCATTER) nvlink::fused_variants[call.variant].scatter(w, call, stages & nvlink::STAGE_GATHER, s);
+        if (stages & nvlink::STAGE_PULL) nvlink::launch_pull(w, call, stages & nvlink::STAGE_OPEN, s);
+        if (stages & nvlink::STAGE_GEMM1) nvlink::launch_gemm1(w, call, s);
+        if (stages & nvlink::STAGE_GEMM2) nvlink::launch_gemm2(w, call, s);
+        if (stages & nvlink::STAGE_COMBINE) nvlink::launch_combine(w, call, s);
     }
 
   private:
@@ -133,6 +160,17 @@ py::list list_variants() {
     return out;
 }
 
+py::list list_plain_tiles() {
+    py::list out;
+    for (int i = 0; i < nvlink::plain_tiles().count; ++i) {
+        const auto &v = nvlink::plain_tiles().variants[i];
+        py::dict d;
+        d["name"] = v.name, d["row_block"] = v.block_m, d["columns"] = v.block_n, d["shared"] = v.smem;
+        out.append(d);
+    }
+    return out;
+}
+
 }  // namespace
 
 namespace moe_tk::bindings {
@@ -147,7 +185,8 @@ PYBIND11_MODULE(MODULE_NAME, m) {
     m.attr("MAX_GROUPS") = nvlink::MAX_GROUPS;
     m.attr("MAX_COL_GROUPS") = nvlink::MAX_COL_GROUPS;
     m.attr("SCRATCH_INTS") = nvlink::SCRATCH_INTS;
-    m.def("variants", &list_variants, "The compiled pairs of GEMMs, by index");
+    m.def("variants", &list_variants, "The compiled pairs of fused GEMMs, by index");
+    m.def("plain_tiles", &list_plain_tiles, "The tiles of the serial pattern's GEMMs, by index");
     py::class_<workspace>(m, "Workspace", py::module_local())  // a traced module may be loaded as well
         .def(py::init<const py::dict &>(), py::arg("fields"))
         .def("run", &workspace::run, py::arg("call"), py::kw_only(), py::arg("stages"), py::arg("timeout_s"), py::arg("stream"));

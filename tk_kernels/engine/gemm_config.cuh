@@ -5,6 +5,8 @@
 
 namespace moe_tk {
 
+constexpr int WEIGHT_TILE_ROWS = 256;
+
 // BLOCK_M x BLOCK_N output tile, computed by WGS_M x WGS_N consumer warpgroups of 64 rows each. A stage holds PANELS panels
 // of 128 bytes of K.
 template <class T_, int BM, int BN, int STAGES_, int WGS_M_, int WGS_N_, int CLUSTER_, int OUT_STAGES_ = 2, int PANELS_ = 1>
@@ -20,8 +22,8 @@ struct gemm_config {
     static constexpr int A_SLAB = BM == 64 && CLUSTER == 1 ? 16 : WG_ROWS, B_SLAB = BN / 2, OUT_SLAB = A_SLAB;
     static constexpr int CONSUMER_WARPS = CONSUMER_WGS * kittens::WARPGROUP_WARPS;
     static constexpr int NUM_THREADS = (CONSUMER_WGS + 1) * kittens::WARPGROUP_THREADS;
-    // Weights [N, K] as they are, or cut into tiles of BLOCK_N x PANEL_K that lie one after the other, K first: then each load
-    // is one run of memory, where rows of 128 bytes a power of two apart lose 4 to 8 % of the memory's rate.
+    // Weights [N, K] as they are, or cut into tiles of WEIGHT_TILE_ROWS x PANEL_K that lie one after the other, K first: then each
+    // load is one run of memory, where rows of 128 bytes a power of two apart lose 4 to 8 % of the memory's rate.
     static constexpr bool TILED_WEIGHTS = false;
     // e4m3: a scale for each row and 128 of K, one for each 128 x 128 of the weights; sums are promoted with them every
     // 128 of K, 128 columns at a time.

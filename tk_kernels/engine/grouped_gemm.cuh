@@ -45,8 +45,15 @@ template <class Cfg, class Gate, class Epilogue, class Push> struct gemm_globals
     __device__ const auto &tokens_of(const tile_task &) const { return tokens; }
     __device__ coord<> tokens_at(const tile_task &t, int row, int k) const { return {0, 0, t.row_block * Cfg::BLOCK_M + row, k}; }
     __device__ coord<> weights_at(const tile_task &t, int i, int panel, int num_panels) const {  // slab i of a panel of K
-        if constexpr (Cfg::TILED_WEIGHTS) return {0, t.expert, ((t.col_block * num_panels + panel) * 2 + i) * Cfg::B_SLAB, 0};
-        else return {0, t.expert, t.col_block * Cfg::BLOCK_N + i * Cfg::B_SLAB, panel * Cfg::PANEL_K};
+        if constexpr (Cfg::TILED_WEIGHTS) {
+            static_assert(Cfg::BLOCK_N <= WEIGHT_TILE_ROWS, "a block's columns lie in one tile of weights");
+            constexpr int BLOCKS = WEIGHT_TILE_ROWS / Cfg::BLOCK_N;  // in a tile
+            const int tile = t.col_block / BLOCKS, row = t.col_block % BLOCKS * Cfg::BLOCK_N + i * Cfg::B_SLAB;
+            if (Cfg::PANELS > 1 && panel >= num_panels) return {0, t.expert, int(weights.rows), 0};  // behind the last one: zeros
+            return {0, t.expert, (tile * num_panels + panel) * WEIGHT_TILE_ROWS + row, 0};
+        } else {
+            return {0, t.expert, t.col_block * Cfg::BLOCK_N + i * Cfg::B_SLAB, panel * Cfg::PANEL_K};
+        }
     }
     __device__ const auto &out_of(const tile_task &) const { return out; }
     __device__ coord<> out_at(const tile_task &t, int row, int col) const { return {0, 0, t.row_block * Cfg::BLOCK_M + row, col}; }
@@ -108,7 +115,7 @@ enum operand_bits { OPERAND_A = 1, OPERAND_B = 2, OPERANDS_AB = 3 };
 // The bytes of both operands are announced with B, so B alone may go first.
 template <class Cfg, int WHICH, class G, class Shared>
 __device__ __forceinline__ void load_stage(const G &g, Shared &s, int stage, const cluster_work &w, int rank, int k_block,
-                                           int num_k_blocks, int a_slabs) {
+                                           int num_panels, int a_slabs) {
     using ST_A = typename G::a_slab;
     using ST_B = typename G::b_slab;
     semaphore &sem = s.inputs_arrived[stage];
@@ -130,7 +137,7 @@ __device__ __forceinline__ void load_stage(const G &g, Shared &s, int stage, con
 #pragma unroll
             for (int i = 0; i < 2; ++i)
                 load_slab<Cfg>(in.b[p].template row_slab<Cfg::B_SLAB>(i), g.weights,
-                               g.weights_at(w.task, i, k_block * Cfg::PANELS + p, num_k_blocks * Cfg::PANELS), sem, w.share_b(),
+                               g.weights_at(w.task, i, k_block * Cfg::PANELS + p, num_panels), sem, w.share_b(),
                                i % Cfg::CLUSTER == rank, g.weights_policy);
     }
     if constexpr (Cfg::SCALED && (WHICH & OPERAND_A)) {
@@ -145,6 +152,7 @@ template <class Cfg, class Gate, class G, class Shared>
 __device__ void load_tasks(const G &g, Shared &s, int rank, int num_k_blocks) {
     ring_position<Cfg::STAGES> at;
     [[maybe_unused]] bool open = false;
+    const int num_panels = Cfg::PANELS == 1 ? num_k_blocks : ceil_div(int(g.tokens.cols), Cfg::PANEL_K);
     for_each_task_ahead<Cfg::CLUSTER>(g.tasks, Cfg::BLOCK_M, rank, [&](const cluster_work &w, bool more, const cluster_work &next) {
         const int a_slabs = ceil_div(w.task.rows, Cfg::A_SLAB);
         int k = 0;
@@ -153,18 +161,18 @@ __device__ void load_tasks(const G &g, Shared &s, int rank, int num_k_blocks) {
                 ring_position<Cfg::STAGES> first = at;
                 for (; k < min(Cfg::STAGES, num_k_blocks); ++k, at.advance()) {
                     wait(s.inputs_finished[at.stage], at.phase ^ 1);
-                    load_stage<Cfg, OPERAND_B>(g, s, at.stage, w, rank, k, num_k_blocks, a_slabs);
+                    load_stage<Cfg, OPERAND_B>(g, s, at.stage, w, rank, k, num_panels, a_slabs);
                 }
                 stamp_lap(stamp_kind::load_ahead, stamp_tile(w.task));
                 Gate::wait(g.gate, w.task);
                 stamp_lap(stamp_kind::gate, stamp_tile(w.task));
-                for (int i = 0; i < k; ++i, first.advance()) load_stage<Cfg, OPERAND_A>(g, s, first.stage, w, rank, i, num_k_blocks, a_slabs);
+                for (int i = 0; i < k; ++i, first.advance()) load_stage<Cfg, OPERAND_A>(g, s, first.stage, w, rank, i, num_panels, a_slabs);
             }
             open = false;
         }
         for (; k < num_k_blocks; ++k, at.advance()) {
             wait(s.inputs_finished[at.stage], at.phase ^ 1);
-            load_stage<Cfg, OPERANDS_AB>(g, s, at.stage, w, rank, k, num_k_blocks, a_slabs);
+            load_stage<Cfg, OPERANDS_AB>(g, s, at.stage, w, rank, k, num_panels, a_slabs);
             if constexpr (!Gate::NOOP)
                 if (k == num_k_blocks / 2 && more) open = Gate::ready(g.gate, next.task);
         }
@@ -392,6 +400,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void grouped_gemm(
     const int warp = warpid();
     const int rank = Cfg::CLUSTER == 1 ? 0 : cluster_ctarank();
     const int num_k_blocks = ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
+    stamps_off();
     if (threadIdx.x == 0) {
         init_semaphores<Cfg>(s);
         tma::prefetch_descriptor(&g.tokens.tma_maps[0]);

@@ -114,7 +114,7 @@ template <int BATCH> __device__ __forceinline__ void sum_rows(const summand &min
 }
 
 // A batch of jobs, one lane for each (job, choice): waits for the column group of all their row blocks. False on abort.
-template <int BATCH>
+template <int BATCH, bool TILES_COUNTED>
 __device__ __forceinline__ bool combine_jobs(const call_view &c, const combine_params &p, const work_cut &cut, int num_jobs, int group,
                                              int item, uint32_t epoch) {
     const int lane = kittens::laneid(), k = c.top_k, batch = item / cut.slices, first = batch * cut.batch;
@@ -131,8 +131,9 @@ __device__ __forceinline__ bool combine_jobs(const call_view &c, const combine_p
         const int block = slot / p.row_block;
         if (p.slot_weight) mine.weight = __ldg(p.slot_weight + slot);
         mine.row = p.expert_out + int64_t(slot) * c.hidden;
-        ok = spin_until(p.l2_done + block * MAX_COL_GROUPS + group, p.columns.size(group), c,
-                        {phase_id::combine, role_id::combine, block, c.rank});
+        if constexpr (TILES_COUNTED)
+            ok = spin_until(p.l2_done + block * MAX_COL_GROUPS + group, p.columns.size(group), c,
+                            {phase_id::combine, role_id::combine, block, c.rank});
     }
     if (!__all_sync(0xffffffff, ok)) return false;
     stamp_lap_warp(stamp_kind::combine_wait, stamp_batch(group, first));
@@ -179,6 +180,7 @@ __device__ __forceinline__ void reduce_tokens(const call_view &c, const combine_
     ok = ok && load_relaxed_sys(&c.control(c.rank)->abort_flag) == 0;
     if (!__all_sync(0xffffffff, ok)) {
         for (int t = 0; t < tokens; ++t) fill_nan(p.out + int64_t(first + t) * c.hidden, columns);
+        if (computed) report_told(c);
         return;
     }
     stamp_lap_warp(stamp_kind::reduce_wait, stamp_batch(group, first));
@@ -212,7 +214,8 @@ struct work_list {
     }
 };
 
-template <int BATCH> __device__ __forceinline__ void combine_and_reduce(const call_view &c, const combine_params &p) {
+// TILES_COUNTED: GEMM 2 runs beside and counts its tiles; else it is over.
+template <int BATCH, bool TILES_COUNTED = true> __device__ __forceinline__ void combine_and_reduce(const call_view &c, const combine_params &p) {
     const uint32_t epoch = *c.epoch_ptr;
     const int groups = p.columns.groups, num_jobs = __ldg(p.counts + COUNT_JOBS), width = (c.hidden + groups - 1) / groups;
     const work_cut jobs = cut_work(num_jobs, groups, width, min(4, 32 / c.top_k));
@@ -229,9 +232,10 @@ template <int BATCH> __device__ __forceinline__ void combine_and_reduce(const ca
         const bool early = many && at.is_job;
         if (early) item = take_item(p.next_item);
         if (!at.is_job) reduce_tokens<BATCH>(c, p, tokens, at.group, at.index, computed, epoch);
-        else if (!given_up) given_up = !combine_jobs<BATCH>(c, p, jobs, num_jobs, at.group, at.index, epoch);
+        else if (!given_up) given_up = !combine_jobs<BATCH, TILES_COUNTED>(c, p, jobs, num_jobs, at.group, at.index, epoch);
         if (!early) item = take_item(p.next_item);
     }
+    if (given_up) report_told(c);
 }
 
 }  // namespace moe_tk::nvlink

@@ -3,17 +3,12 @@
 
 #include "../patterns/grouped_gemm.cuh"
 #include "fused_gemm.cuh"
-#include "layer.cuh"
+#include "role_params.cuh"
 
 namespace moe_tk::nvlink {
 
 using kittens::bf16;
 using kittens::tma::cache_policy;
-
-// Rows of PANEL_K elements that one expert's weights have in tiles; moe_tk.runtime.nvlink_layer.tiled makes them.
-inline int tiled_rows(int n, int k, int block_n, int panel_k) {
-    return kittens::ceil_div(n, block_n) * block_n * kittens::ceil_div(k, panel_k);
-}
 
 template <class Cfg, class Gate, class Epilogue, class Push>
 gemm_globals<Cfg, Gate, Epilogue, Push> make_globals(const workspace_view &w, const void *in, int k, const void *weights,
@@ -22,9 +17,9 @@ gemm_globals<Cfg, Gate, Epilogue, Push> make_globals(const workspace_view &w, co
                                                                    const int4 *tasks, count_index count) {
     bf16 *tokens = static_cast<bf16 *>(const_cast<void *>(in)), *matrix = static_cast<bf16 *>(const_cast<void *>(weights));
     const int experts = w.num_local > 0 ? w.num_local : 1;  // a rank without experts has a dummy and no tasks
+    const matrix_extents extents = weight_extents<Cfg>(n, k);  // moe_tk.runtime.nvlink_layer.tiled makes the tiles
     return {.tokens = {tokens, 1, 1, w.max_slots, k},
-            .weights = {matrix, 1, experts, Cfg::TILED_WEIGHTS ? tiled_rows(n, k, Cfg::BLOCK_N, Cfg::PANEL_K) : n,
-                        Cfg::TILED_WEIGHTS ? Cfg::PANEL_K : k},
+            .weights = {matrix, 1, experts, extents.rows, extents.cols},
             .out = {static_cast<bf16 *>(out), 1, 1, w.max_slots, n / Epilogue::COLUMN_RATIO},
             .scales = {},
             .tasks = {.tasks = tasks, .num_tasks_ptr = w.tables.counts + count, .num_tasks = 0, .block_rows = w.tables.block_target},
@@ -69,25 +64,14 @@ template <class Cfg> void launch_gather(const workspace_view &w, const layer_cal
            globals, pull);
 }
 
-// The same on all ranks: watermarks are by column group.
-inline column_groups groups_of(int hidden, int block_cols) {
-    const int col_blocks = kittens::ceil_div(hidden, block_cols);
-    return {col_blocks < MAX_COL_GROUPS ? col_blocks : MAX_COL_GROUPS, col_blocks};
-}
-
 template <class Cfg, int GATHER_COLS> void launch_scatter(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
-    const column_groups columns = groups_of(w.call.hidden, Cfg::BLOCK_N);
+    static_assert(Cfg::BLOCK_N == GROUP_COLS, "tiles of GEMM 2 belong to one column group each");
+    const column_groups columns = groups_of(w.call.hidden);
     const auto globals = make_globals<Cfg, activated_gate, plain_epilogue, group_push>(
         w, w.activated, w.intermediate, call.w2, w.call.hidden, w.rows,
         {{w.call, w.counters.l1_done}, call.activated_given ? 0u : uint32_t(kittens::ceil_div(2 * w.intermediate, GATHER_COLS))}, {},
         {w.counters.l2_done, columns}, w.tables.tasks2, COUNT_TASKS2);
-    const combine_params combine{
-        .counts = w.tables.counts, .slots = w.tables.slots, .job_order = w.tables.job_order,
-        .chunk_expected = w.tables.chunk_expected, .token_counts = w.tables.token_counts, .contributors = w.tables.contributors,
-        .l2_done = w.counters.l2_done, .job_done = w.counters.job_done, .next_item = w.counters.next_item,
-        .expert_out = static_cast<const bf16 *>(w.rows), .slot_weight = call.weights_before_l2 ? nullptr : w.tables.slot_weight,
-        .out = static_cast<bf16 *>(call.out), .num_tokens = call.num_tokens, .row_block = Cfg::BLOCK_M, .block_cols = Cfg::BLOCK_N,
-        .columns = columns};
+    const combine_params combine = combine_params_of(w, call, Cfg::BLOCK_M);
     launch(gemm_scatter<Cfg>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, shared_bytes<Cfg, bf16>(), behind, stream, globals, w.call,
            combine);
 }

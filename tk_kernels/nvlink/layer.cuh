@@ -1,10 +1,15 @@
-// Launches of one call of the fused layer: from pointers and sizes to the three kernels.
+// Launches of one call of the layer: from pointers and sizes to the three kernels of the fused pattern, or the five of the
+// serial one.
 #pragma once
 
 #include <cstdint>
 
 #include "tables.cuh"
 #include "wait.cuh"
+
+namespace moe_tk {
+struct variant_list;  // patterns/grouped_gemm.cuh
+}
 
 namespace moe_tk::nvlink {
 
@@ -24,6 +29,12 @@ struct workspace_view {
     int num_sms;
 };
 
+// How a GEMM of the serial pattern is computed.
+struct plain_gemm {
+    int tile = -1;           // of plain_tiles(); -1: the call is fused
+    int weights_policy = 0;  // as in gemm_args
+};
+
 // One call. Shapes as in moe_tk.MoELayer; weights of this rank in the engine's layout.
 struct layer_call {
     const void *hidden_states, *topk_ids, *topk_weights;
@@ -37,9 +48,11 @@ struct layer_call {
     int mover_blocks;  // blocks of gather_gemm whose mover moves rows; 0: all
     int export_waits = 0;     // the call before owed no rows, so that only a rank's header says that it has read them all
     int activated_given = 0;  // there is no GEMM 1 in this call
+    plain_gemm gemm1 = {}, gemm2 = {};  // both or none; then `variant` does not matter
 };
 
-enum stage_bit { STAGE_OPEN = 1, STAGE_GATHER = 2, STAGE_SCATTER = 4 };
+// Fused: open, gather, scatter. Serial: open, pull (rows to their slots), gemm1, gemm2, combine.
+enum stage_bit { STAGE_OPEN = 1, STAGE_GATHER = 2, STAGE_SCATTER = 4, STAGE_PULL = 8, STAGE_GEMM1 = 16, STAGE_GEMM2 = 32, STAGE_COMBINE = 64 };
 
 struct fused_variant {
     const char *name;
@@ -52,7 +65,20 @@ struct fused_variant {
 extern const fused_variant fused_variants[];
 extern const int num_fused_variants;
 
+// Tiles of the call's GEMMs, which the task lists of open_call are made for.
+struct tile_shape { int row_block, gather_cols, scatter_cols; };
+tile_shape shape_of(const layer_call &);
+
 void prepare_open_call();
 void launch_open_call(const workspace_view &, const layer_call &, cudaStream_t);
+
+variant_list plain_tiles();  // of the serial pattern's GEMMs
+
+// The serial pattern, each with open_call's tables of a call with the same tiles.
+void prepare_serial();
+void launch_pull(const workspace_view &, const layer_call &, bool behind, cudaStream_t);
+void launch_gemm1(const workspace_view &, const layer_call &, cudaStream_t);
+void launch_gemm2(const workspace_view &, const layer_call &, cudaStream_t);
+void launch_combine(const workspace_view &, const layer_call &, cudaStream_t);
 
 }  // namespace moe_tk::nvlink

@@ -20,7 +20,7 @@ void prepare_open_call() {
 }
 
 void launch_open_call(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
-    const fused_variant &v = fused_variants[call.variant];
+    const tile_shape v = shape_of(call);
     const open_globals g{
         .call = w.call, .tables = w.tables, .counters = w.counters, .signature = call.signature,
         .hidden_states = call.hidden_states, .topk_ids = call.topk_ids, .topk_weights = call.topk_weights,

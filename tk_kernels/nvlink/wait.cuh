@@ -39,6 +39,12 @@ __device__ __forceinline__ void give_up(const call_view &c, wait_place place, ui
     store_release_sys(&c.host->failed, uint32_t(kind));
 }
 
+// Whoever hands out no result tells its host so, also where none of this rank's waits was given up: others may have told it
+// when nothing was left to wait for.
+__device__ __forceinline__ void report_told(const call_view &c) {
+    store_release_sys(&c.host->failed, uint32_t(abort_kind::told_by_peer));  // records say more
+}
+
 // Local waits hang on a remote one in the end: they leave that one the time to speak first, since it names the rank.
 constexpr uint64_t LOCAL_GRACE_NS = 500'000'000;
 

@@ -1,15 +1,8 @@
 // The bf16 grouped GEMM configurations.
+#include "bf16_tiles.cuh"
 #include "grouped_gemm.cuh"
 
 namespace moe_tk {
-
-//                               type  M    N  stages  warpgroups M x N  cluster  output buffers  panels
-using c128x256_c2 = gemm_config<bf16, 128, 256, 4, 2, 1, 2, 2>;
-using c128x256_c1 = gemm_config<bf16, 128, 256, 4, 2, 1, 1, 2>;
-using c128x128_c2 = gemm_config<bf16, 128, 128, 6, 2, 1, 2, 2>;
-using c64x256_w1 = gemm_config<bf16, 64, 256, 5, 1, 1, 1, 2>;
-using c64x256_c2 = gemm_config<bf16, 64, 256, 5, 1, 2, 2, 1>;
-using c64x128_p2 = gemm_config<bf16, 64, 128, 4, 1, 1, 1, 2, 2>;
 
 variant_list bf16_variants() {
     static const gemm_variant list[] = {

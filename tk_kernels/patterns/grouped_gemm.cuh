@@ -14,7 +14,7 @@ namespace moe_tk {
 
 // Plain pointers and sizes, as bindings pass them. Device pointers unless said.
 struct gemm_args {
-    const void *tokens, *weights;  // (slots, k) and (experts, n, k), rows contiguous
+    const void *tokens, *weights;  // (slots, k) and (experts, n, k), rows contiguous; weights in tiles where the configuration says so
     void *out;                     // (slots, n) or, with SwiGLU, (slots, n / 2)
     int num_slots, n, k, num_experts;
     int64_t tokens_stride, out_stride;  // elements between rows
@@ -93,15 +93,29 @@ void launch_persistent(Kernel kernel, const G &globals, int grid, int threads, i
     check_cuda(cudaLaunchKernelEx(&config, kernel, globals), "grouped_gemm launch");
 }
 
+// Loads a kernel now: nothing may be loaded while a peer waits for what comes behind it.
+template <class Cfg, class Epilogue> void prepare_grouped_gemm() {
+    check_cuda(cudaFuncSetAttribute(grouped_gemm<Cfg, no_gate, Epilogue, no_push>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    shared_bytes<Cfg, typename Epilogue::out_type>()), "shared memory size");
+}
+
+// Extents of the weights of one expert in memory: (n, k), or in tiles.
+struct matrix_extents { int rows, cols; };
+template <class Cfg> matrix_extents weight_extents(int n, int k) {
+    if (!Cfg::TILED_WEIGHTS) return {n, k};
+    return {ceil_div(n, WEIGHT_TILE_ROWS) * WEIGHT_TILE_ROWS * ceil_div(k, Cfg::PANEL_K), Cfg::PANEL_K};
+}
+
 template <class Cfg, class Gate, class Epilogue, class Push>
 void launch_grouped_gemm(const gemm_args &a, cudaStream_t stream) {
     if (a.num_slots == 0 || a.n == 0) return;  // nothing to write, and TMA has no descriptor for an empty tensor
     using T = typename Cfg::T;
     using G = gemm_globals<Cfg, Gate, Epilogue, Push>;
     using Out = typename G::Out;
+    const matrix_extents matrix = weight_extents<Cfg>(a.n, a.k);
     const G globals{
         .tokens = {const_cast<T *>(static_cast<const T *>(a.tokens)), 1, 1, a.num_slots, a.k, a.tokens_stride},
-        .weights = {const_cast<T *>(static_cast<const T *>(a.weights)), 1, a.num_experts, a.n, a.k},
+        .weights = {const_cast<T *>(static_cast<const T *>(a.weights)), 1, a.num_experts, matrix.rows, matrix.cols},
         .out = {static_cast<Out *>(a.out), 1, 1, a.num_slots, a.n / Epilogue::COLUMN_RATIO, a.out_stride},
         .scales = scales_of<Cfg::SCALED>(a),
         .tasks = {.tasks = reinterpret_cast<const int4 *>(a.tasks), .num_tasks_ptr = a.num_tasks_ptr, .num_tasks = a.num_tasks,
@@ -124,6 +138,7 @@ struct gemm_variant {
     int block_m, block_n, stages, cluster, smem;
     launcher launch[2];  // [swiglu?]; nullptr: not compiled for this one
     launcher hooked[2];  // the same with a counter gate and push
+    void (*prepare)();   // loads what launch[] launches
 };
 struct variant_list {
     const gemm_variant *variants;
@@ -139,10 +154,15 @@ using activation_epilogue = std::conditional_t<Cfg::SCALED, swiglu_quantise_epil
 template <class Cfg, bool HOOKED = false> constexpr gemm_variant make_variant(const char *name) {
     using act = activation_epilogue<Cfg>;
     gemm_variant v{name, Cfg::SCALED ? "e4m3" : "bf16", Cfg::BLOCK_M, Cfg::BLOCK_N, Cfg::STAGES, Cfg::CLUSTER,
-                   shared_bytes<Cfg, bf16>(), {}, {}};
+                   shared_bytes<Cfg, bf16>(), {}, {}, {}};
     v.launch[0] = launch_grouped_gemm<Cfg, no_gate, plain_epilogue, no_push>;
     // A scale covers 256 accumulator columns of one warpgroup: narrower tiles have no quantised form.
-    if constexpr (!Cfg::SCALED || Cfg::WG_COLS == 256) v.launch[1] = launch_grouped_gemm<Cfg, no_gate, act, no_push>;
+    constexpr bool ACTIVATED = !Cfg::SCALED || Cfg::WG_COLS == 256;
+    if constexpr (ACTIVATED) v.launch[1] = launch_grouped_gemm<Cfg, no_gate, act, no_push>;
+    v.prepare = [] {
+        prepare_grouped_gemm<Cfg, plain_epilogue>();
+        if constexpr (ACTIVATED) prepare_grouped_gemm<Cfg, act>();
+    };
     if constexpr (HOOKED) {
         v.hooked[0] = launch_grouped_gemm<Cfg, counter_gate, plain_epilogue, counter_push>;
         v.hooked[1] = launch_grouped_gemm<Cfg, counter_gate, act, counter_push>;

@@ -1,0 +1,112 @@
+"""Fused or serial: the two accounts of a call (ceiling, waves) and the rule that reads them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from moe_tk.planner.accounts import MIN_CEILING, MIN_WAVES, ceiling, waves
+from moe_tk.planner.machine import Machine
+
+ELEMENT_BYTES = 2     # bf16
+LARGE_TILE_ROWS = 96  # mean rows of an expert from which row blocks of 128 are used on CUDA, of 64 below
+COLUMN_BLOCK = 256    # of the fused tiles
+SAMPLES = (16, 64, 256, 512, 1024, 2048, 4096, 8192)  # tokens of a rank for which a plan is explained
+
+
+@dataclass(frozen=True, slots=True)
+class LayerWork:
+    """One call as far as one rank can know it: its own tokens stand for everybody's, and experts get equal shares."""
+
+    tokens: int              # of each rank
+    world: int
+    top_k: int
+    num_experts: int
+    local_experts: int
+    hidden: int
+    local_intermediate: int  # columns of this rank
+    row_block: int
+    column_block: int = COLUMN_BLOCK  # of GEMM 1
+
+    @property
+    def pairs(self) -> float:
+        """(token, expert) rows that this rank computes."""
+        return self.world * self.tokens * self.top_k * self.local_experts / self.num_experts
+
+    @property
+    def touched_experts(self) -> float:
+        """Local experts that get a row, on average."""
+        drawn = self.world * self.tokens * self.top_k
+        return self.local_experts * (1 - (1 - 1 / self.num_experts) ** drawn)
+
+    @property
+    def moved_rows(self) -> float:
+        """Rows that this rank gets from others, and partial rows that it sends back: tokens with a local expert."""
+        chance = 1 - (1 - self.local_experts / self.num_experts) ** self.top_k
+        return (self.world - 1) * self.tokens * chance
+
+    @property
+    def row_blocks(self) -> float:
+        """Row blocks on average: an expert's last one is half full."""
+        touched = self.touched_experts
+        return touched * max(1.0, self.pairs / touched / self.row_block + 0.5) if touched else 0.0
+
+    @property
+    def tasks(self) -> int:
+        """Tiles of GEMM 1."""
+        return math.ceil(self.row_blocks) * math.ceil(2 * self.local_intermediate / self.column_block)
+
+
+def row_block_of(world: int, tokens: int, top_k: int, num_experts: int) -> int:
+    """Slots of a row block of a call on CUDA, by the mean number of rows of an expert."""
+    return 128 if world * tokens * top_k / num_experts >= LARGE_TILE_ROWS else 64
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """`pattern` of a call, why, and the accounts behind it (seconds)."""
+
+    pattern: str  # "two_kernel" | "serial"
+    why: str
+    compute_s: float
+    move_s: float
+    ceiling: float
+    waves: float
+
+    def __str__(self) -> str:
+        return (f"{self.pattern}: {self.why} (compute {self.compute_s * 1e6:.0f} us, move {self.move_s * 1e6:.0f} us, ceiling "
+                f"{self.ceiling:.2f}, {self.waves:.1f} waves)")
+
+
+def compute_seconds(work: LayerWork, machine: Machine) -> float:
+    """Both GEMMs alone: the FLOPs or the weights, whichever takes longer."""
+    matrix = 3 * work.hidden * work.local_intermediate  # gate, up and down of one expert
+    flops = 2 * matrix * work.pairs
+    weights = matrix * ELEMENT_BYTES * work.touched_experts
+    return max(flops / (machine.tflops * 1e12), weights / (machine.hbm_gbs * 1e9))
+
+
+def move_seconds(work: LayerWork, machine: Machine) -> float:
+    """Rows there and partial rows back: over the wire, or written to and read from their slots, whichever takes longer."""
+    row = work.hidden * ELEMENT_BYTES
+    return 2 * row * max(work.moved_rows / (machine.wire_gbs * 1e9), work.pairs / (machine.hbm_gbs * 1e9))
+
+
+def choose_fusion(work: LayerWork, machine: Machine) -> Choice:
+    """The pattern of a call: serial below one wave of tiles or with a ceiling under MIN_CEILING, else two_kernel."""
+    compute_s, move_s = compute_seconds(work, machine), move_seconds(work, machine)
+    most, rounds = ceiling(compute_s, move_s), waves(work.tasks, machine.sms)
+    if rounds < MIN_WAVES:
+        pattern, why = "serial", f"less than {MIN_WAVES:g} wave of tiles, nothing to overlap with"
+    elif most < MIN_CEILING:
+        pattern, why = "serial", f"perfect overlap gains less than {MIN_CEILING:g}"
+    else:
+        pattern, why = "two_kernel", "there is time to hide"
+    return Choice(pattern, why, compute_s, move_s, most, rounds)
+
+
+def explain_fusion(choose: Callable[[int], Choice], max_tokens: int, samples: Iterable[int] = SAMPLES) -> tuple[str, ...]:
+    """One line for each sampled number of tokens up to max_tokens, which is always there."""
+    counts = sorted({tokens for tokens in samples if tokens < max_tokens} | {max_tokens})
+    return tuple(f"auto with {tokens} tokens: {choose(tokens)}" for tokens in counts)

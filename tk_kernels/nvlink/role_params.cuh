@@ -1,0 +1,25 @@
+// What the combine role is given, from a workspace and a call: the same in the fused and the serial pattern.
+#pragma once
+
+#include "combine.cuh"
+#include "layer.cuh"
+
+namespace moe_tk::nvlink {
+
+// Column groups of a call, the same on all ranks and in all patterns: watermarks are by group.
+constexpr int GROUP_COLS = 256;  // a group is a whole number of these
+inline column_groups groups_of(int hidden) {
+    const int col_blocks = kittens::ceil_div(hidden, GROUP_COLS);
+    return {col_blocks < MAX_COL_GROUPS ? col_blocks : MAX_COL_GROUPS, col_blocks};
+}
+
+inline combine_params combine_params_of(const workspace_view &w, const layer_call &call, int row_block) {
+    return {.counts = w.tables.counts, .slots = w.tables.slots, .job_order = w.tables.job_order,
+            .chunk_expected = w.tables.chunk_expected, .token_counts = w.tables.token_counts, .contributors = w.tables.contributors,
+            .l2_done = w.counters.l2_done, .job_done = w.counters.job_done, .next_item = w.counters.next_item,
+            .expert_out = static_cast<const bf16 *>(w.rows), .slot_weight = call.weights_before_l2 ? nullptr : w.tables.slot_weight,
+            .out = static_cast<bf16 *>(call.out), .num_tokens = call.num_tokens, .row_block = row_block, .block_cols = GROUP_COLS,
+            .columns = groups_of(w.call.hidden)};
+}
+
+}  // namespace moe_tk::nvlink

@@ -1,0 +1,80 @@
+// Launches of the serial pattern: rows to their slots, GEMM 1, GEMM 2, combine, one after the other behind open_call. The GEMMs are the
+// engine's own, without gate and push, on the tasks that open_call has listed.
+#include <algorithm>
+
+#include "../patterns/bf16_tiles.cuh"
+#include "fused_launch.cuh"
+#include "serial.cuh"
+
+namespace moe_tk::nvlink {
+
+namespace {
+
+template <class Base> struct tiled : Base {
+    static constexpr bool TILED_WEIGHTS = true;
+};
+
+const gemm_variant &tile(int index) { return plain_tiles().variants[index]; }
+
+// What both GEMMs have in common: slots, tasks of `list`, their number at `count`.
+gemm_args plain_args(const workspace_view &w, const plain_gemm &plain, const int4 *list, count_index count) {
+    gemm_args a{};
+    a.num_slots = w.max_slots, a.num_experts = std::max(1, w.num_local);  // a rank without experts has a dummy and no tasks
+    a.tasks = reinterpret_cast<const int *>(list), a.num_tasks_ptr = w.tables.counts + count;
+    a.block_rows = w.tables.block_target, a.num_sms = w.num_sms, a.weights_policy = plain.weights_policy;
+    return a;
+}
+
+}  // namespace
+
+variant_list plain_tiles() {
+    static const gemm_variant list[] = {
+        make_variant<tiled<c128x256_c2>>("128x256_s4_c2"), make_variant<tiled<c128x128_c2>>("128x128_s6_c2"),
+        make_variant<tiled<c64x256_c2>>("64x256_s5_w2_c2"), make_variant<tiled<c64x128_p2>>("64x128_s4_p2_c1"),
+    };
+    return {list, sizeof(list) / sizeof(list[0])};
+}
+
+void prepare_serial() {
+    for (int i = 0; i < plain_tiles().count; ++i) tile(i).prepare();
+    cudaFuncAttributes loaded;
+    check_cuda(cudaFuncGetAttributes(&loaded, place_all), "place_all");
+    check_cuda(cudaFuncGetAttributes(&loaded, combine_all), "combine_all");
+}
+
+tile_shape shape_of(const layer_call &call) {
+    if (call.gemm1.tile < 0) {
+        const fused_variant &v = fused_variants[call.variant];
+        return {v.row_block, v.gather_cols, v.scatter_cols};
+    }
+    return {tile(call.gemm1.tile).block_m, tile(call.gemm1.tile).block_n, tile(call.gemm2.tile).block_n};
+}
+
+void launch_pull(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
+    const place_params place{.tokens = static_cast<const bf16 *>(call.hidden_states), .gathered = static_cast<bf16 *>(w.rows),
+                             .counts = w.tables.counts, .job_order = w.tables.job_order, .slots = w.tables.slots};
+    launch(place_all, w.num_sms, PLACE_THREADS, 1, 0, behind, stream, w.call, place);
+}
+
+void launch_gemm1(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
+    gemm_args a = plain_args(w, call.gemm1, w.tables.tasks1, COUNT_TASKS1);
+    a.tokens = w.rows, a.weights = call.w13, a.out = w.activated;
+    a.n = 2 * w.intermediate, a.k = w.call.hidden, a.tokens_stride = a.k, a.out_stride = w.intermediate;
+    a.alpha = call.alpha, a.beta = call.beta, a.limit = call.limit;
+    a.slot_weight = call.weights_before_l2 ? w.tables.slot_weight : nullptr;
+    tile(call.gemm1.tile).launch[1](a, stream);
+}
+
+void launch_gemm2(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
+    gemm_args a = plain_args(w, call.gemm2, w.tables.tasks2, COUNT_TASKS2);
+    a.tokens = w.activated, a.weights = call.w2, a.out = w.rows;
+    a.n = w.call.hidden, a.k = w.intermediate, a.tokens_stride = a.k, a.out_stride = a.n;
+    tile(call.gemm2.tile).launch[0](a, stream);
+}
+
+void launch_combine(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
+    launch(combine_all, w.num_sms, COMBINE_THREADS, 1, STAMP_SHARED_BYTES, false, stream, w.call,
+           combine_params_of(w, call, shape_of(call).row_block));
+}
+
+}  // namespace moe_tk::nvlink
