@@ -84,10 +84,15 @@ class GroupOps:
             pass  # the caller raises it
 
     def synchronize(self, timeout_s: float) -> None:
-        """Waits for the calls so far and raises what one of them failed with."""
+        """Waits for the calls so far and for what the current stream has replayed; raises what one of them failed with."""
+        self.wait()
+        torch.cuda.current_stream(self.device).synchronize()
+        self.check("synchronize", timeout_s)
+
+    def wait(self) -> None:
+        """Waits for the calls so far. Bounded, since every wait of a call is."""
         if self._last_stream is not None:
             self._last_stream.synchronize()
-        self.check("synchronize", timeout_s)
 
 
 @contextmanager
@@ -137,8 +142,12 @@ def _ops_of(group: RankGroup, device: torch.device) -> GroupOps:
 
 
 def release() -> None:
-    """Drops all sessions. Every rank of a group must do it, or none."""
-    _held.clear()
+    """Drops all sessions when their calls are done. Every rank of a group must do it, or none."""
+    try:
+        for ops in _held.values():
+            ops.wait()
+    finally:
+        _held.clear()
 
 
 def synchronize(group: Any = None, *, timeout_s: float | None = None) -> None:

@@ -351,3 +351,4 @@ def torch_ops(ranks: Ranks) -> None:
     layer.synchronize()
     ops.synchronize()
     assert isinstance(layer, moe_tk.MoELayer)
+    torch.compiler.reset()  # what was compiled holds the layer

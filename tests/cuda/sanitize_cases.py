@@ -1,4 +1,5 @@
-"""Small calls of every variant of the layer, for compute-sanitizer (docs/nvlink.md gives the command). Also runs alone.
+"""Small calls of every variant of the layer and of every op, for compute-sanitizer (docs/nvlink.md gives the command). Runs
+alone as well.
 
     python -m tests.cuda.sanitize_cases [RANK WORLD STORE]   STORE: a file that all ranks name; left out: one rank
 """
@@ -12,9 +13,27 @@ import sys
 import torch
 import torch.distributed as dist
 
+from moe_tk import ops
 from tests.cuda.checks import BUDGET, Case, Data, Ranks
+from tests.cuda.checks_ops import Dense, Routed
 
 LIMIT_S = 100.0  # a checked kernel takes its time
+
+
+def check_ops(ranks: Ranks) -> int:
+    """Calls each op with row blocks of 64 and of 128; the number of calls."""
+    os.environ["MOE_TK_TIMEOUT_S"] = str(LIMIT_S)
+    for tokens in (33, 150):
+        dense = Dense(ranks, tokens, 72, 264)
+        dense.check(dense.gather(), dense.scatter(), tokens)
+        for mode in ("ep", "tp"):
+            case = Case(tokens, 2, 3, (tokens, 9), mode, hidden=72, inter=48)
+            call = Routed(ranks, Data(case, ranks), case, True)
+            call.check_dispatch(*call.dispatch())
+            call.combine(call.dispatch()[0])
+            call.mega()
+    ops.synchronize()
+    return 20
 
 
 def main() -> None:
@@ -33,6 +52,7 @@ def main() -> None:
             layer.synchronize()
             assert data.error(out, args) <= 2 * BUDGET, (case, count)
             done += 1
+    done += check_ops(ranks)
     torch.cuda.synchronize()
     print(f"rank {rank} of {world}: {done} calls right", flush=True)
     os._exit(0)
