@@ -3,6 +3,7 @@ synchronisation."""
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from moe_tk.errors import ArgumentError
 from moe_tk.group import RankGroup
 from moe_tk.memory.nvlink_layout import ROW_BLOCKS, NvlinkGeometry
-from moe_tk.planner import Choice, LayerWork, choose_fusion, machine_of, row_block_of
+from moe_tk.planner import Choice, LayerWork, Machine, choose_fusion, machine_of, row_block_of
 from moe_tk.runtime.gemm_tiles import POLICY_NORMAL, TileChoice, choose_tile
 from moe_tk.runtime.launch import Activation
 from moe_tk.runtime.nvlink import nvlink_module
@@ -71,15 +72,22 @@ class NvlinkLayer:
         padding of more segments cost more time in the GEMMs than the earlier return of the results saved."""
         self.geometry, self.device, self.timeout_s = geometry, device, timeout_s
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
-        self.segments, self.row_block, self.pattern, self.passes = segments, row_block, pattern, passes
+        self.segments, self.row_block, self.pattern, self.passes, self.traced = segments, row_block, pattern, passes, traced
         self.mover_blocks = 0  # blocks whose mover warp moves rows in GEMM 1; 0: all, which is right except to see what they cost
         self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms, traced=traced)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
-        self.machine = machine_of(torch.cuda.get_device_name(device), self.session.num_sms)
         self._choices: dict[int, Choice] = {}                 # by number of tokens
         self._plain_fields: dict[int, dict[str, int]] = {}
-        self._tile_index = {tile["name"]: index for index, tile in enumerate(nvlink_module(traced).plain_tiles())}
+
+    @functools.cached_property
+    def machine(self) -> Machine:
+        """What the planner knows of this rank's GPU."""
+        return machine_of(torch.cuda.get_device_name(self.device), self.session.num_sms)
+
+    @functools.cached_property
+    def _tile_index(self) -> dict[str, int]:
+        return {tile["name"]: index for index, tile in enumerate(nvlink_module(self.traced).plain_tiles())}
 
     def load_weights(self, w13: Tensor, w2: Tensor) -> None:
         """This rank's w13 [E_local, 2I, H], w2 [E_local, H, I] on the layer's device; kept in the engine's layout (a copy)."""
