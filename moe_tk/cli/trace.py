@@ -23,8 +23,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "or those of torchrun are used: torchrun --nproc-per-node N -m moe_tk trace. Recording is a build of its own and slows "
         "the call a little. Status: 0 done, 1 failed, 2 bad arguments.")
     add = parser.add_argument
-    add("--shape", default=None, metavar="NAME", help="seed, qwen3-30b-a3b, deepseek-v3, deepseek-v4-flash, mixtral-8x7b or small, "
-        "with commas between (default: qwen3-30b-a3b; small on the CPU)")
+    add("--shape", default=None, metavar="NAME", help="names of models as in moe_tk bench layer, with commas between, or H,I,E,k "
+        "(default: qwen3-30b-a3b; 256,128,16,4 on the CPU)")
     add("--tokens", default=None, metavar="N", help="tokens of each rank, with commas between (default: 2048; 256 on the CPU)")
     add("--mode", default="ep", metavar="MODE", help="ep (default), tp or both with a comma between")
     add("--backend", default="auto", metavar="NAME", help="auto (default), cuda or cpu")
@@ -48,17 +48,12 @@ def _refuse(message: str) -> NoReturn:
 def run(args: argparse.Namespace) -> int:
     """One run. Returns 0, or 2 for bad arguments."""
     from moe_tk.demo.start import prints_here
-    from moe_tk.trace.options import parse_options
-    from moe_tk.trace.start import choose_backend, record_all
+    from moe_tk.trace.options import DEFAULT_SHAPE, DEFAULT_TOKENS, parse_options
+    from moe_tk.trace.start import choose_backend, hoppers, record_all
 
     try:
-        on_cpu = args.backend == "cpu"
-        if args.backend == "auto" and None in (args.shape, args.tokens):
-            from moe_tk.trace.start import hoppers
-
-            on_cpu = hoppers() == 0
-        args.shape = args.shape or ("small" if on_cpu else "qwen3-30b-a3b")
-        args.tokens = args.tokens or ("256" if on_cpu else "2048")
+        backend = "cpu" if args.backend == "cpu" or (args.backend == "auto" and hoppers() == 0) else "cuda"
+        args.shape, args.tokens = args.shape or DEFAULT_SHAPE[backend], args.tokens or DEFAULT_TOKENS[backend]
         options = parse_options(args)
         if options.backend == "cuda":
             choose_backend(options)
@@ -73,7 +68,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _present(options: Options, traces: list[Trace]) -> None:
-    from moe_tk.demo.environment import environment
+    from moe_tk.bench.environment import environment
     from moe_tk.trace.show import show
     from moe_tk.trace.summary import summarise
 

@@ -6,34 +6,33 @@ import argparse
 from dataclasses import dataclass
 from pathlib import Path
 
+from moe_tk.bench.shapes import Shape, parse_shapes
 from moe_tk.errors import ArgumentError
 
-SHAPES = {  # hidden, intermediate, experts, top_k
-    "small": (256, 128, 16, 4), "seed": (4096, 3072, 64, 8), "qwen3-30b-a3b": (2048, 768, 128, 8),
-    "deepseek-v3": (7168, 2048, 256, 8), "deepseek-v4-flash": (4096, 2048, 256, 6), "mixtral-8x7b": (4096, 14336, 8, 2)}
 MODES = ("ep", "tp")
 BACKENDS = ("auto", "cpu", "cuda")
 ROUTINGS = ("uniform", "zipf", "hot_expert", "hot_rank", "balanced")
 MAX_TOKENS, MAX_WORLD, MAX_BLOCKS = 65536, 32, 1024
 DEFAULT_CPU_WORLD = 2
+DEFAULT_SHAPE, DEFAULT_TOKENS = {"cuda": "qwen3-30b-a3b", "cpu": "256,128,16,4"}, {"cuda": "2048", "cpu": "256"}
 
 
 @dataclass(frozen=True)
 class Point:
     """One call that is traced."""
 
-    shape: str
+    shape: Shape
     tokens: int  # of each rank
     mode: str
 
     def __str__(self) -> str:
-        return f"{self.shape}-{self.mode}-{self.tokens}"
+        return f"{self.shape.name}-{self.mode}-{self.tokens}"
 
     @property
     def sizes(self) -> dict[str, int]:
         """Arguments of MoELayer."""
-        hidden, inter, experts, top_k = SHAPES[self.shape]
-        return {"hidden_size": hidden, "intermediate_size": inter, "num_experts": experts, "top_k": top_k}
+        return {"hidden_size": self.shape.hidden, "intermediate_size": self.shape.intermediate,
+                "num_experts": self.shape.experts, "top_k": self.shape.top_k}
 
 
 @dataclass(frozen=True)
@@ -54,8 +53,8 @@ class Options:
 
 def parse_options(args: argparse.Namespace) -> Options:
     """Options of a command line whose values are still text. Raises ArgumentError, one sentence, for the first bad one."""
-    points = tuple(_point(shape, tokens, mode)
-                   for shape in args.shape.split(",") for mode in args.mode.split(",") for tokens in args.tokens.split(","))
+    points = tuple(Point(shape, _integer("--tokens", tokens, 1, MAX_TOKENS), _one_of("--mode", mode, MODES))
+                   for shape in parse_shapes(args.shape) for mode in args.mode.split(",") for tokens in args.tokens.split(","))
     options = Options(
         points=points, backend=_one_of("--backend", args.backend, BACKENDS),
         world=None if args.world is None else _integer("--world", args.world, 1, MAX_WORLD),
@@ -77,11 +76,7 @@ def path_of(path: str, point: Point, points: tuple[Point, ...]) -> Path:
     return given.with_name(f"{given.name.removesuffix(suffixes)}-{point}{suffixes}")
 
 
-def _point(shape: str, tokens: str, mode: str) -> Point:
-    return Point(_one_of("--shape", shape, SHAPES), _integer("--tokens", tokens, 1, MAX_TOKENS), _one_of("--mode", mode, MODES))
-
-
-def _one_of(name: str, value: str, valid: tuple[str, ...] | dict[str, tuple]) -> str:
+def _one_of(name: str, value: str, valid: tuple[str, ...]) -> str:
     if value not in valid:
         raise ArgumentError(f"{name} is {value!r}, wanted one of {', '.join(valid)}")
     return value

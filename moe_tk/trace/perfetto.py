@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from moe_tk.trace.kinds import CPU_KINDS, GPU_KINDS, MOMENT, WRITERS, Kind, details_of, lane_name
-from moe_tk.trace.model import RankTrace, Trace
+from moe_tk.trace.model import Laps, RankTrace, Trace
 
 BLOCKS = 4096  # thread numbers are (kernel * BLOCKS + block) * WRITERS + writer
 
@@ -36,22 +36,24 @@ def events(trace: Trace, blocks: int | None = None) -> Iterator[dict[str, Any]]:
         chosen = shown_blocks(rank, blocks)
         yield {"ph": "M", "name": "process_name", "pid": rank.rank, "tid": 0, "args": {"name": f"rank {rank.rank}"}}
         yield from _names(rank, chosen)
-        kinds, laps, shift = kinds_of(rank.backend), rank.laps, trace.shift(rank) - begin
-        for i in range(len(laps)):
-            if int(laps.block[i]) not in chosen:
-                continue
-            kind = kinds[laps.kind[i]]
-            event = {"name": kind.name, "cat": kind.state, "pid": rank.rank,
-                     "tid": _thread(laps.kernel[i], laps.block[i], laps.writer[i]),
-                     "ts": round(float(laps.begin[i] + shift) / 1e3, 3), "args": details_of(kind, int(laps.detail[i]))}
-            if kind.state == MOMENT:
-                yield {"ph": "i", "s": "t", **event}
-            else:
-                yield {"ph": "X", "dur": round(max(0.0, float(laps.end[i] - laps.begin[i])) / 1e3, 3), **event}
+        yield from _laps(rank, rank.laps.where(np.isin(rank.laps.block, list(chosen))), trace.shift(rank) - begin)
 
 
-def _thread(kernel: int, block: int, writer: int) -> int:
-    return int((kernel * BLOCKS + block) * WRITERS + writer)
+def _laps(rank: RankTrace, laps: Laps, shift: float) -> Iterator[dict[str, Any]]:
+    kinds = kinds_of(rank.backend)
+    columns = (_thread(laps.kernel, laps.block, laps.writer), laps.kind, laps.detail, laps.begin + shift, laps.end - laps.begin)
+    for thread, number, detail, begin_ns, took_ns in zip(*(column.tolist() for column in columns), strict=True):
+        kind = kinds[number]
+        event = {"name": kind.name, "cat": kind.state, "pid": rank.rank, "tid": thread, "ts": round(begin_ns / 1e3, 3),
+                 "args": details_of(kind, detail)}
+        if kind.state == MOMENT:
+            yield {"ph": "i", "s": "t", **event}
+        else:
+            yield {"ph": "X", "dur": round(took_ns / 1e3, 3), **event}
+
+
+def _thread(kernel: Any, block: Any, writer: Any) -> Any:
+    return (kernel * BLOCKS + block) * WRITERS + writer
 
 
 def _names(rank: RankTrace, chosen: set[int]) -> Iterator[dict[str, Any]]:

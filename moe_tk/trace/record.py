@@ -52,6 +52,11 @@ def _inputs(rank: int, world: int, point: Point, options: Options, device: torch
             normal(experts, 2 * inter, hidden, scale=hidden**-0.5), normal(experts, hidden, inter, scale=inter**-0.5))
 
 
+def _facts(world: int, point: Point, options: Options) -> dict[str, Any]:
+    return {"shape": point.shape.name, "mode": point.mode, "tokens_per_rank": point.tokens, "routing": options.routing,
+            "world": world}
+
+
 def record_gpu(rank: int, world: int, point: Point, options: Options) -> Recorded:
     """Calls back to back on this rank's current device; the last one is traced between two comparisons of the clocks."""
     device = torch.device("cuda", torch.cuda.current_device())
@@ -81,8 +86,8 @@ def record_gpu(rank: int, world: int, point: Point, options: Options) -> Recorde
     if not bool(torch.isfinite(out).all()):
         raise RuntimeError("the traced call's result is not finite")
     headers, records = stamps.read()
-    call = {"shape": point.shape, "mode": point.mode, "tokens_per_rank": point.tokens, "routing": options.routing, "world": world,
-            "backend": "cuda", "traced_call_us": round(us, 1), "gpu": torch.cuda.get_device_name(device)}
+    call = {**_facts(world, point, options), "backend": "cuda", "traced_call_us": round(us, 1),
+            "gpu": torch.cuda.get_device_name(device)}
     offsets = {peer: between(offset_of(first[peer]), offset_of(second[peer])) for peer in first}
     return decode(headers, records, rank=rank, call=call), offsets
 
@@ -100,8 +105,7 @@ def record_cpu(rank: int, world: int, point: Point, options: Options) -> Recorde
     begin = time.monotonic_ns()
     layer(*args)
     us = (time.monotonic_ns() - begin) / 1e3
-    call = {"shape": point.shape, "mode": point.mode, "tokens_per_rank": point.tokens, "routing": options.routing, "world": world,
-            "backend": "cpu", "traced_call_us": round(us, 1)}
+    call = {**_facts(world, point, options), "backend": "cpu", "traced_call_us": round(us, 1)}
     trace = laps_of_events(rank, layer.stats.trace, CPU_KERNELS["two_kernel"], call)
     return trace, {peer: Offset(0.0, 0.0) for peer in range(1, world)}
 

@@ -397,6 +397,7 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void grouped_gemm(
     const int warp = warpid();
     const int rank = Cfg::CLUSTER == 1 ? 0 : cluster_ctarank();
     const int num_k_blocks = ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
+    stamps_off();
     if (threadIdx.x == 0) {
         init_semaphores<Cfg>(s);
         tma::prefetch_descriptor(&g.tokens.tma_maps[0]);

@@ -73,7 +73,7 @@ void launch_gemm2(const workspace_view &w, const layer_call &call, cudaStream_t 
 }
 
 void launch_combine(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
-    launch(combine_all, w.num_sms, COMBINE_THREADS, 1, 0, false, stream, w.call,
+    launch(combine_all, w.num_sms, COMBINE_THREADS, 1, STAMP_SHARED_BYTES, false, stream, w.call,
            combine_params_of(w, call, shape_of(w, call).row_block));
 }
 

@@ -82,6 +82,7 @@ __global__ __launch_bounds__(PLACE_THREADS, 1) void place_all(const __grid_const
 constexpr int COMBINE_THREADS = 640, COMBINE_BATCH = 4;
 __global__ __launch_bounds__(COMBINE_THREADS, 1) void combine_all(const __grid_constant__ call_view c,
                                                                  const __grid_constant__ combine_params p) {
+    stamps_off();
     combine_and_reduce<COMBINE_BATCH, false>(c, p);
 }
 

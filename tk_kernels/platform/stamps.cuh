@@ -51,6 +51,7 @@ __device__ __forceinline__ uint32_t stamp_batch(int group, int first) { return u
 #ifdef MOE_TK_TRACE
 
 struct alignas(16) stamp_room { uint8_t bytes[128]; };
+constexpr int STAMP_SHARED_BYTES = int(sizeof(stamp_room));  // for a kernel without other dynamic shared memory
 struct stamp_state {       // of one block, in shared memory
     stamp_header *header;  // of writer 0; nullptr: nobody writes
     stamp_record *record;
@@ -90,6 +91,11 @@ template <class Call> __device__ __forceinline__ void stamps_begin(const Call &c
         s.capacity = buffer.capacity;
     }
     if (writes) buffer.headers[first + writer] = {now, stamp_clock(), 0};
+}
+// All threads of a block of a kernel that is not traced but shares code with those that are.
+__device__ __forceinline__ void stamps_off() {
+    if (threadIdx.x == 0) stamps().header = nullptr;
+    __syncthreads();
 }
 // One thread of a warp at a time: what its warp has been doing since its last lap.
 __device__ __forceinline__ void stamp_lap(stamp_kind kind, uint32_t detail) {
@@ -144,6 +150,8 @@ __device__ __forceinline__ void stamp_restart() {
 
 #else
 
+constexpr int STAMP_SHARED_BYTES = 0;
+__device__ __forceinline__ void stamps_off() {}
 template <class Call> __device__ __forceinline__ void stamps_begin(const Call &, stamp_kernel) {}
 __device__ __forceinline__ void stamp_lap(stamp_kind, uint32_t) {}
 __device__ __forceinline__ void stamp_lap_warp(stamp_kind, uint32_t) {}
