@@ -8,7 +8,7 @@ WORK, WAIT, MOMENT = "work", "wait", "moment"
 TILE, BATCH = "tile", "batch"
 WRITERS = 12            # of a block: stamps.cuh STAMP_WRITERS
 GPU_KERNELS = ("open_call", "gather_gemm", "gemm_scatter")  # stamp_kernel
-BUILD_BLOCKS = 16       # of open_call: the blocks that build the tables; the others export rows
+BUILD_BLOCKS = 8       # of open_call: the blocks that build the tables; the others export rows
 CONSUMERS, LOADER, STORERS, SPARE = (0, 4), 8, (9, 10), 11  # writers of a GEMM's block that stamp tiles, and the spare warp
 
 

@@ -204,7 +204,7 @@ def test_records_fit_the_control_block():
 
 def test_krn_03_reserve_leaves_room_for_the_launches():
     assert usable_sms(132, 8) == 124
-    with pytest.raises(ArgumentError, match="wanted at most 100"):
+    with pytest.raises(ArgumentError, match="wanted at most 116"):
         usable_sms(132, 120)
 
 

@@ -120,7 +120,7 @@ class workspace {
             .weights_are_bf16 = f.get<bool>("weights_are_bf16"), .variant = f.get<int>("variant"), .segments = f.get<int>("segments"),
             .passes = f.get<int>("passes"),
             .weights_before_l2 = f.get<bool>("weights_before_l2"), .alpha = f.get<float>("alpha"), .beta = f.get<float>("beta"),
-            .limit = f.get<float>("limit"), .mover_blocks = f.get<int>("mover_blocks"),
+            .limit = f.get<float>("limit"), .consumers_place = f.get<bool>("consumers_place"), .mover_blocks = f.get<int>("mover_blocks"),
             .gemm1 = read_plain(f, "gemm1_tile", "gemm1_policy"), .gemm2 = read_plain(f, "gemm2_tile", "gemm2_policy")};
         f.done();
         check_tiles(call, stages, w_.quantised);

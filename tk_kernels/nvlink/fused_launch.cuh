@@ -75,6 +75,7 @@ template <class Cfg> void launch_gather(const workspace_view &w, const layer_cal
                            .counts = w.tables.counts, .delivery_order = w.tables.delivery_order, .slots = w.tables.slots,
                            .arrived = w.counters.arrived, .next_row = w.counters.next_row, .row_block = Cfg::BLOCK_M,
                            .col_blocks = kittens::ceil_div(2 * w.intermediate, Cfg::BLOCK_N),
+                           .consumers_place = call.consumers_place,
                            .mover_blocks = unsigned(call.mover_blocks > 0 ? call.mover_blocks : w.num_sms)};
     launch(gather_gemm<Cfg, activation_epilogue<Cfg>>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(), behind, stream,
            globals, pull);

@@ -51,6 +51,7 @@ struct layer_call {
     int num_tokens, refused, ids_are_64, weights_are_bf16;
     int variant, segments, passes, weights_before_l2;  // passes: over the columns of GEMM 2, 1 .. MAX_COL_GROUPS
     float alpha, beta, limit;
+    bool consumers_place;  // gather_gemm: consumers place the first rows
     int mover_blocks;  // blocks of gather_gemm whose mover moves rows; 0: all
     int export_waits = 0;     // the call before owed no rows, so that only a rank's header says that it has read them all
     int activated_given = 0;  // there is no GEMM 1 in this call

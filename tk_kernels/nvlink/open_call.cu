@@ -16,7 +16,6 @@ void check(cudaError_t err, const char *what) {
 
 void prepare_open_call() {
     check(cudaFuncSetAttribute(open_call, cudaFuncAttributeMaxDynamicSharedMemorySize, open_shared_bytes(MAX_GROUPS)), "open_call");
-    check(cudaFuncSetAttribute(open_call, cudaFuncAttributeNonPortableClusterSizeAllowed, 1), "open_call");
 }
 
 void launch_open_call(const workspace_view &w, const layer_call &call, cudaStream_t stream) {

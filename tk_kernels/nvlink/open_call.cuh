@@ -1,7 +1,7 @@
 // First launch of a call: tells all ranks where this rank's tokens want to go, learns the same of them, sends the
 // tokens, and builds the schedule tables. No host synchronisation, and the same launch for every routing.
 //
-// Roles: cluster 0 exchanges and builds (its 16 blocks are resident together by definition, so they may wait for each
+// Roles: cluster 0 exchanges and builds (its 8 blocks are resident together by definition, so they may wait for each
 // other); all other clusters note which ranks work for each of this rank's tokens, and send them there.
 #pragma once
 

@@ -62,6 +62,7 @@ __device__ __forceinline__ void place_row(const call_view &c, const pull_params<
 }
 
 template <class T> __device__ __forceinline__ void place_first_rows(const call_view &c, const pull_params<T> &p) {
+    if (!p.consumers_place) return;
     const int num_rows = __ldg(p.counts + COUNT_JOBS), limit = rows_for_consumers(p, num_rows, __ldg(p.counts + COUNT_SLOTS));
     row_sources<T> sources(c, p.tokens);
     for (int taken = 0; taken < limit;) {

@@ -21,6 +21,7 @@ template <class T> struct pull_params {
     const int *counts, *delivery_order, *slots;
     uint32_t *arrived, *next_row;
     int row_block, col_blocks;  // of GEMM 1
+    bool consumers_place;       // consumers place the first rows (place_first_rows)
     unsigned mover_blocks;      // blocks whose mover moves rows, at least 1: rows are dispensed, so any number moves them all
 };
 

@@ -8,7 +8,9 @@
 
 namespace moe_tk::nvlink {
 
-constexpr int OPEN_CLUSTER = 16;   // blocks that build the tables; more than 8 is not portable, but there is one on Hopper
+// Blocks that build the tables. 16 would be possible on Hopper, but want 16 free multiprocessors side by side: one busy one in
+// each group of them (a collective of another stream) would keep a call from starting.
+constexpr int OPEN_CLUSTER = 8;
 constexpr int MAX_GROUPS = 1536;   // segments * local experts: a histogram of every warp lies in shared memory
 constexpr int SCRATCH_INTS = OPEN_CLUSTER * (MAX_GROUPS + 4);
 
