@@ -9,9 +9,10 @@ import torch
 
 from moe_tk.memory.nvlink_layout import MIN_COLUMN_BLOCK, NvlinkGeometry
 from moe_tk.planner.machine import H200
-from moe_tk.runtime.nvlink_layer import TILE_COLS, TILE_ROWS, NvlinkLayer, tiled
+from moe_tk.runtime.nvlink_layer import TILE_BYTES, TILE_ROWS, NvlinkLayer, tiled
 from moe_tk.runtime.nvlink_session import COMBINE, GATHER, GEMM1, GEMM2, OPEN, PULL, SCATTER, STAGES
 
+TILE_COLS = TILE_BYTES // 2  # of bfloat16
 TILES = {"128x256_s4_c2": (128, 256), "128x128_s6_c2": (128, 128), "64x256_s5_w2_c2": (64, 256), "64x128_s4_p2_c1": (64, 128)}
 
 
