@@ -14,7 +14,7 @@ from made_up import TOKENS, make_call, make_tables
 
 from moe_tk.trace import perfetto, picture
 from moe_tk.trace.decode import decode
-from moe_tk.trace.kinds import CONSUMERS, LOADER, SPARE, kind_number, lane_name
+from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, LOADER, SPARE, kind_number, lane_name
 from moe_tk.trace.model import Trace
 from moe_tk.trace.summary import GATHER
 
@@ -74,7 +74,8 @@ def test_a_choice_of_blocks(trace):
 
 
 def test_lanes_have_the_names_of_their_roles():
-    assert Counter(lane_name("open_call", block, 0) for block in range(132)) == {"build": 16, "export": 116}
+    assert Counter(lane_name("open_call", block, 0) for block in range(132)) == {
+        "build": BUILD_BLOCKS, "export": 132 - BUILD_BLOCKS}
     assert [lane_name("gather_gemm", 5, writer) for writer in (*CONSUMERS, LOADER, SPARE, 3)] == [
         "consumer 0", "consumer 1", "loader", "mover", "warp 3"]
     assert lane_name("gemm_scatter", 5, SPARE) == "combiner"
