@@ -1,4 +1,4 @@
-"""Small calls of every variant of the layer and of every op, for compute-sanitizer (docs/nvlink.md gives the command). Runs
+"""Small calls of every variant of the layer and of every op, for compute-sanitizer (docs/testing.md gives the command). Runs
 alone as well.
 
     python -m tests.cuda.sanitize_cases [RANK WORLD STORE]   STORE: a file that all ranks name; left out: one rank
