@@ -20,6 +20,7 @@ from moe_tk.planner.back_end import BackEnd, RankCard, choose_back_end
 from moe_tk.topology.wishes import chosen_protocol
 
 CPU_OPTIONS = ("compute_blocks", "pull")  # of MoELayer, that the CUDA back end does not have
+CUDA_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)  # cuda_layer.DTYPES, which is not imported before it is wanted
 
 
 def decide_back_end(group: Any, options: Mapping[str, Any]) -> BackEnd:
@@ -76,8 +77,8 @@ def rank_card(group: RankGroup, device: Any, options: Mapping[str, Any]) -> Rank
 
 def _option_obstacle(options: Mapping[str, Any]) -> str | None:
     """An argument that only the CPU back end takes."""
-    if options.get("dtype", torch.bfloat16) != torch.bfloat16:
-        return f"dtype is {options['dtype']}, and the CUDA back end takes torch.bfloat16"
+    if options.get("dtype", torch.bfloat16) not in CUDA_DTYPES:
+        return f"dtype is {options['dtype']}, and the CUDA back end takes {' and '.join(map(str, CUDA_DTYPES))}"
     if options.get("pattern") == "mega":
         return "pattern is 'mega', which the CUDA back end does not have"
     return next((f"{name} is an option of the CPU back end" for name in CPU_OPTIONS if options.get(name)), None)
