@@ -1,0 +1,191 @@
+"""Whole calls of the layer over NVLink on the emulated machine: the kernels' own code, with loops in place of the two GEMMs.
+Tables against the golden ones, results against a formula, memory between guards, ranks that differ in all they may."""
+
+from __future__ import annotations
+
+import random
+
+import emulated
+import pytest
+import torch
+from emulated import Arguments, Emulation, Rank
+from torch import Tensor
+
+from moe_tk.memory.nvlink_layout import JOB_CHUNK, ROW_BLOCKS
+from moe_tk.ops.gemm_weights import quantise_rows
+from moe_tk.schedule import Tables, build_tables
+from moe_tk.schedule.orders import task_order
+
+E4M3 = torch.float8_e4m3fn
+TABLES = ("expert_offsets", "slot_pair", "block_target", "block_group", "delivery_order", "job_order", "chunk_expected",
+          "expert_load", "token_counts")
+FAILED, VOID_REASON = 0, 1
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory):
+    loaded, why_not = emulated.build(tmp_path_factory.mktemp("emulator"))
+    if loaded is None:
+        pytest.skip(why_not)
+    return loaded
+
+
+def draw_options(draw: random.Random, quantised: bool, max_segments: int) -> dict[str, int]:
+    """What a rank chooses for itself."""
+    serial = not quantised and draw.random() < 0.3
+    return {"serial": serial, "row_block": draw.choice(ROW_BLOCKS), "gather_cols": draw.choice((128, 256)) if serial else 256,
+            "scatter_cols": draw.choice((128, 256)) if serial else 256, "passes": 1 if serial else draw.randint(1, 4),
+            "segments": draw.randint(1, max_segments), "consumers_place": draw.random() < 0.5,
+            "mover_blocks": draw.choice((0, 1, 2)), "cluster": draw.choice((1, 2))}
+
+
+def draw_arguments(draw: random.Random, rank: Rank, most_expert: int, before_l2: bool) -> Arguments:
+    """T is none, all, or any; ids -1 and E are skipped; small numbers, so that bf16 sums are exact."""
+    g = rank.geometry
+    torch.manual_seed(draw.getrandbits(30))
+    tokens = draw.choice((0, g.max_tokens, draw.randint(0, g.max_tokens)))
+    x = torch.randint(-3, 4, (tokens, g.hidden)).bfloat16()
+    scales = None
+    if g.quantised:
+        x = torch.randn(tokens, g.hidden).bfloat16()
+        if draw.random() < 0.4:
+            x, scales = quantise_rows(x)
+            scales = scales.t().contiguous()
+    ids = torch.randint(-1, most_expert + 1, (tokens, g.top_k), dtype=draw.choice((torch.int32, torch.int64)))
+    weights = torch.tensor([0.5, 1.0, 2.0])[torch.randint(0, 3, (tokens, g.top_k))]
+    options = {**draw_options(draw, g.quantised, g.max_segments), "weights_before_l2": before_l2}
+    return Arguments(x, scales, ids, weights.to(draw.choice((torch.float32, torch.bfloat16))), options)
+
+
+def golden(rank: Rank, arguments: list[Arguments], options: dict[str, int]) -> Tables:
+    g = rank.geometry
+    ids = torch.full((g.world * g.max_tokens, g.top_k), -1, dtype=torch.int64)
+    for source, a in enumerate(arguments):
+        ids[source * g.max_tokens:source * g.max_tokens + len(a.x)] = a.ids
+    return build_tables(ids, token_counts=[len(a.x) for a in arguments], world=g.world, rank=g.rank, mode=g.mode,
+                        num_experts=g.num_experts, row_block=options["row_block"], segments=options["segments"],
+                        job_chunk=JOB_CHUNK, impl="golden")
+
+
+def check_tables(rank: Rank, arguments: list[Arguments]) -> None:
+    g, mine = rank.geometry, arguments[rank.geometry.rank]
+    want = golden(rank, arguments, mine.options)
+    columns = -(-2 * g.padded_intermediate // mine.options["gather_cols"]), -(-g.hidden // mine.options["scatter_cols"])
+    blocks = len(want.block_group)
+    assert rank.table("counts").tolist() == [len(want.slot_pair), blocks, len(want.job_order), *(blocks * c for c in columns)]
+    expected = {name: getattr(want, name) for name in TABLES}
+    expected |= {"tasks1": task_order(want, columns[0]), "tasks2": task_order(want, columns[1], mine.options["passes"])}
+    for name, table in expected.items():
+        assert torch.equal(rank.table(name)[:table.numel()], table.reshape(-1).int()), name
+    assert torch.equal(rank.table("contributors", torch.int64)[:len(mine.x)], want.contributors[:len(mine.x)])
+    slots = rank.table("slots").view(g.world, g.max_tokens, g.top_k)
+    for source, a in enumerate(arguments):
+        assert torch.equal(slots[source, :len(a.x)], want.slots.view_as(slots)[source, :len(a.x)])
+
+
+def values_of(a: Arguments, quantised: bool) -> Tensor:
+    """[T, H] float32: the rows as the GEMM sees them."""
+    if not quantised or len(a.x) == 0:
+        return a.x.float()
+    rows, scales = (a.x, a.scales) if a.scales is not None else (lambda q, s: (q, s.t()))(*quantise_rows(a.x))
+    return rows.float() * scales.repeat_interleave(128, 1)
+
+
+def check_result(ranks: list[Rank], a: Arguments, out: Tensor) -> None:
+    """Against sum over ranks and choices of weight * (1 + expert mod 3) * x[c mod I mod H]."""
+    x, want = values_of(a, ranks[0].geometry.quantised), torch.zeros(out.shape)
+    for g in (rank.geometry for rank in ranks):
+        here = (a.ids >= g.first_expert) & (a.ids < g.first_expert + g.num_local_experts)
+        factor = (a.weights.float() * (1 + a.ids % 3) * here).sum(1, keepdim=True)
+        want += factor * x[:, torch.arange(g.hidden) % g.padded_intermediate % g.hidden]
+    largest = max(1.0, float(want.abs().max())) if want.numel() else 1.0
+    assert not out.isnan().any()
+    assert torch.allclose(out.float(), want, rtol=0, atol=(0.1 if ranks[0].geometry.quantised else 0.02) * largest)
+
+
+def run_calls(library, seed: int, calls: int, **geometry) -> None:
+    """Calls one after the other on one workspace, some with poisoned rows, some refused by a rank."""
+    draw = random.Random(seed)
+    emulation = Emulation(library, **geometry)
+    ranks, experts = emulation.ranks, geometry["num_experts"]
+    for call in range(calls):
+        most = draw.choice((experts, max(1, experts // 4), 1))
+        arguments = [draw_arguments(draw, rank, most, call % 2 == 0) for rank in ranks]
+        if draw.random() < 0.5:
+            for rank in ranks:
+                rank.poison()
+        refuses = draw.randrange(len(ranks)) if draw.random() < 0.15 else None
+        if refuses is not None:
+            a = arguments[refuses]
+            a.x, a.ids, a.weights, a.scales = a.x[:0], a.ids[:0], a.weights[:0], None
+            a.options.update(refused=1, only_open=1)
+        outs = emulation.call(arguments, seed + call)
+        for rank, a, out in zip(ranks, arguments, outs, strict=True):
+            assert rank.mailbox[FAILED] == 0 and bool(rank.mailbox[VOID_REASON]) == (refuses is not None)
+            rank.mailbox.zero_()
+            if refuses is not None:
+                assert out.isnan().all() and rank.table("counts").tolist() == [0] * 5
+            else:
+                check_tables(rank, arguments)
+                check_result(ranks, a, out)
+
+
+def sizes(world: int, tokens: int, top_k: int, experts: int, hidden: int, inter: int, mode: str, segments: int) -> dict:
+    return dict(world=world, max_tokens=tokens, top_k=top_k, num_experts=experts, hidden=hidden, intermediate_size=inter, mode=mode,
+                max_segments=segments)
+
+
+FP8 = dict(dtype="float8_e4m3fn")
+SIZES = [  # I of each rank is not below H: with fewer columns the rest of a row would not come to the result
+    sizes(1, 33, 5, 7, 264, 297, "ep", 1), sizes(2, 130, 8, 7, 1288, 1288, "ep", 3), sizes(2, 20, 32, 64, 8, 18, "tp", 1),
+    sizes(3, 70, 4, 2, 2056, 2064, "ep", 2), sizes(1, 40, 3, 5, 2176, 2176, "ep", 1) | FP8,
+    sizes(2, 60, 6, 13, 4096, 4096, "ep", 2) | FP8, sizes(2, 31, 8, 5, 384, 768, "tp", 1) | FP8,
+    sizes(2, 20, 2, 5, 6272, 6272, "ep", 1) | FP8,  # scales of a row in two pieces of it
+]
+
+
+@pytest.mark.parametrize("index", range(len(SIZES)))
+def test_calls_of_all_ranks(library, index):
+    run_calls(library, seed=100 + index, calls=3, **SIZES[index])
+
+
+def test_batches_of_many_jobs(library):
+    """More work than ENOUGH_ITEMS: jobs and tokens are taken several at a time, and early."""
+    emulation, draw = Emulation(library, **sizes(2, 1100, 2, 5, 1032, 2064, "tp", 1)), random.Random(1)
+    arguments = [draw_arguments(draw, rank, 5, True) for rank in emulation.ranks]
+    for a in arguments:
+        a.x, a.options["serial"] = torch.randint(-3, 4, (1100, 1032)).bfloat16(), 0
+        a.ids, a.weights = torch.randint(0, 5, (1100, 2)), torch.ones(1100, 2)
+    for rank, a, out in zip(emulation.ranks, arguments, emulation.call(arguments, 1), strict=True):
+        check_tables(rank, arguments)
+        check_result(emulation.ranks, a, out)
+
+
+def test_watermarks_that_are_ahead_are_refreshed(library):
+    """The call of epoch 2^30 sets the watermarks of all chunks back: those of chunks without work would seem ahead one day."""
+    emulation, draw, last = Emulation(library, **sizes(2, 70, 2, 6, 1032, 1032, "ep", 1)), random.Random(2), 2**30 - 1
+    for rank in emulation.ranks:
+        for name in ("epoch", "routing_sent"):
+            rank.table(name).fill_(last)
+        for name, value in (("posted", last), ("rows_posted", last), ("combined", last + 1000)):
+            rank.region(name, torch.int32).fill_(value)
+        rank.poison()
+    arguments = [draw_arguments(draw, rank, 6, True) for rank in emulation.ranks]
+    for rank, a, out in zip(emulation.ranks, arguments, emulation.call(arguments, 2), strict=True):
+        check_result(emulation.ranks, a, out)
+        assert {value - last - 1 for value in rank.region("combined", torch.int32).tolist()} <= {-1, 0}
+
+
+@pytest.mark.parametrize("how", ["takes_part", "only_open"])
+@pytest.mark.parametrize("dtype, serial", [("bfloat16", 0), ("bfloat16", 1), ("float8_e4m3fn", 0)])
+def test_a_rank_that_does_not_come_stops_nobody_for_ever(library, dtype, serial, how):
+    """One of three ranks never begins, or stops after open_call: the others end, without a result, and tell their hosts."""
+    emulation, draw = Emulation(library, dtype=dtype, **sizes(3, 40, 4, 6, 1024, 384, "tp", 1)), random.Random(3)
+    options = {**draw_options(draw, dtype != "bfloat16", 1), "weights_before_l2": 1, "most_naps": 200_000, "serial": serial}
+    arguments = [Arguments(torch.randn(40, 1024).bfloat16(), None, torch.randint(0, 6, (40, 4)), torch.rand(40, 4),
+                           dict(options)) for _ in emulation.ranks]
+    arguments[1].options[how] = int(how == "only_open")
+    outs = emulation.call(arguments, 3)
+    for rank in (0, 2):
+        assert outs[rank].isnan().all() and emulation.ranks[rank].mailbox[FAILED] != 0
+        assert emulation.ranks[rank].region("control", torch.int32)[0] != 0
