@@ -46,7 +46,8 @@ inline void wait(semaphore &s, uint32_t phase) {
 namespace tma {
 
 inline void check_bulk(const void *to, const void *from, uint32_t bytes) {
-    if (uintptr_t(to) % 16 || uintptr_t(from) % 16 || bytes % 16 || bytes == 0) emulator::fail("a bulk copy that is not in units of 16 bytes");
+    const bool whole = uintptr_t(to) % 16 == 0 && uintptr_t(from) % 16 == 0 && bytes % 16 == 0 && bytes > 0;
+    if (!whole) emulator::fail("a bulk copy that is not in units of 16 bytes");
 }
 inline void expect_bytes(semaphore &s, uint32_t bytes) { s.bytes += bytes, ++s.come, pass(s); }
 template <class T> void load_bulk_async(T *to, const T *from, uint32_t bytes, semaphore &s) {

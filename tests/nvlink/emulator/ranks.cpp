@@ -45,8 +45,9 @@ call_view call_of(const rank_fields &r, int world) {
 
 table_view tables_of(const rank_fields &r) {
     return {at<int>(r.counts), at<int>(r.expert_offsets), at<int>(r.slots), at<int>(r.slot_pair), at<float>(r.slot_weight),
-            at<int>(r.block_target), at<int>(r.block_group), at<int>(r.delivery_order), at<int>(r.job_order), at<int>(r.chunk_expected),
-            at<int>(r.expert_load), at<long long>(r.load_total), at<long long>(r.contributors), at<int>(r.token_counts),
+            at<int>(r.block_target), at<int>(r.block_group), at<int>(r.delivery_order), at<int>(r.job_order),
+            at<int>(r.chunk_expected), at<int>(r.expert_load), at<long long>(r.load_total), at<long long>(r.contributors),
+            at<int>(r.token_counts),
             at<int4>(r.tasks1), at<int4>(r.tasks2)};
 }
 
@@ -54,12 +55,14 @@ open_globals open_of(const rank_fields &r, const call_view &c) {
     return {.call = c, .tables = tables_of(r),
             .counters = {at<uint32_t>(r.arrived), at<uint32_t>(r.l1_done), at<uint32_t>(r.l2_done), at<uint32_t>(r.job_done),
                          at<uint32_t>(r.next_row), at<uint32_t>(r.next_item)},
-            .signature = uint64_t(r.signature), .hidden_states = at<void>(r.hidden_states), .hidden_scales = at<float>(r.hidden_scales),
-            .topk_ids = at<void>(r.topk_ids), .topk_weights = at<void>(r.topk_weights), .num_tokens = int(r.num_tokens),
+            .signature = uint64_t(r.signature), .hidden_states = at<void>(r.hidden_states),
+            .hidden_scales = at<float>(r.hidden_scales), .topk_ids = at<void>(r.topk_ids), .topk_weights = at<void>(r.topk_weights),
+            .num_tokens = int(r.num_tokens),
             .refused = int(r.refused), .export_waits = 0, .quantise = int(r.quantised), .ids_are_64 = int(r.ids_are_64),
             .weights_are_bf16 = int(r.weights_are_bf16), .num_experts = int(r.num_experts), .first_expert = int(r.first_expert),
             .num_local = int(r.num_local), .tensor_parallel = int(r.tensor_parallel), .choices = divisor(int(r.top_k)),
-            .row_block = int(r.row_block), .segments = int(r.segments), .max_blocks = int(r.max_blocks), .max_slots = int(r.max_slots),
+            .row_block = int(r.row_block), .segments = int(r.segments),
+            .max_blocks = int(r.max_blocks), .max_slots = int(r.max_slots),
             .col_blocks1 = int((2 * r.intermediate + r.gather_cols - 1) / r.gather_cols),
             .col_blocks2 = int((r.hidden + r.scatter_cols - 1) / r.scatter_cols), .passes = int(r.passes),
             .epoch = at<uint32_t>(r.epoch), .blocks_done = at<uint32_t>(r.blocks_done), .copies_done = at<uint32_t>(r.copies_done),
@@ -176,7 +179,9 @@ class rank_stream {
                 r_.cluster == 2 ? multiply2<2>() : multiply2<1>();
                 emulator::meet(*tiles);
             });
-            start_warp({block, 352, 384, sms}, beside_, [this, gather_is_over] { gather_is_over(), combine_and_reduce<3>(c_, combine_); });
+            start_warp({block, 352, 384, sms}, beside_, [this, gather_is_over] {
+                gather_is_over(), combine_and_reduce<3>(c_, combine_);
+            });
             start_warp({block, 32, 384, sms}, beside_, [this, gather_is_over, tiles] {
                 emulator::meet(*tiles);
                 gather_is_over(), combine_and_reduce<8>(c_, combine_);
@@ -184,13 +189,16 @@ class rank_stream {
         }
     }
     void launch_place_all() {
-        const place_params p{at<bf16>(r_.hidden_states), at<bf16>(r_.slot_rows), g_.tables.counts, g_.tables.job_order, g_.tables.slots};
-        for (int warp = 0; warp < 4 * r_.num_sms; ++warp)
-            start_warp({warp / 4, warp % 4 * 32, 128, int(r_.num_sms)}, before_, [this, p] { row_placer(c_, p).run(); });
+        const place_params p{at<bf16>(r_.hidden_states), at<bf16>(r_.slot_rows), g_.tables.counts, g_.tables.job_order,
+                             g_.tables.slots};
+        start_four_warps_a_block([this, p] { row_placer(c_, p).run(); });
     }
     void launch_combine() {
+        start_four_warps_a_block([this] { combine_and_reduce<4, false>(c_, combine_); });
+    }
+    void start_four_warps_a_block(const std::function<void()> &body) {
         for (int warp = 0; warp < 4 * r_.num_sms; ++warp)
-            start_warp({warp / 4, warp % 4 * 32, 128, int(r_.num_sms)}, before_, [this] { combine_and_reduce<4, false>(c_, combine_); });
+            start_warp({warp / 4, warp % 4 * 32, 128, int(r_.num_sms)}, before_, body);
     }
 
     task_table list(bool second) const {
@@ -229,22 +237,24 @@ class rank_stream {
         const int64_t h = r_.hidden, inter = r_.intermediate, cols = r_.gather_cols / 2, stride = r_.max_slots;
         for (int64_t slot = int64_t(t.row_block) * g_.row_block, end = slot + t.rows; slot < end; ++slot)
             for (int64_t c = t.col_block * cols; c < min(inter, (t.col_block + 1) * cols); ++c) {
-                const int64_t from = slot * h + c % h, to = slot * inter + c;
+                const int64_t from = slot * h + c % h, to = slot * inter + c, scale_from = c % h / 128 * stride + slot;
                 if (!r_.quantised) at<bf16>(r_.activated)[to] = at<bf16>(r_.slot_rows)[from];
                 else at<uint8_t>(r_.activated)[to] = at<uint8_t>(r_.slot_rows)[from];
                 if (r_.quantised && c % 128 == 0)
-                    at<float>(r_.activated_scales)[c / 128 * stride + slot] = at<float>(r_.slot_scales)[c % h / 128 * stride + slot];
+                    at<float>(r_.activated_scales)[c / 128 * stride + slot] = at<float>(r_.slot_scales)[scale_from];
             }
     }
     void tile2(const tile_task &t) const {
         const int64_t h = r_.hidden, inter = r_.intermediate, cols = r_.scatter_cols, stride = r_.max_slots;
         for (int64_t slot = int64_t(t.row_block) * g_.row_block, end = slot + t.rows; slot < end; ++slot) {
-            const float factor = float(1 + (t.expert + r_.first_expert) % 3) * (r_.weights_before_l2 ? g_.tables.slot_weight[slot] : 1.0f);
+            const float weight = r_.weights_before_l2 ? g_.tables.slot_weight[slot] : 1.0f;
+            const float factor = weight * float(1 + (t.expert + r_.first_expert) % 3);
             for (int64_t c = t.col_block * cols; c < min(h, (t.col_block + 1) * cols); ++c) {
                 const int64_t from = slot * inter + c % inter;
-                float value;
-                if (r_.quantised) value = float(at<kittens::fp8e4m3>(r_.activated)[from]) * at<float>(r_.activated_scales)[c % inter / 128 * stride + slot];
-                else value = __bfloat162float(at<bf16>(r_.activated)[from]);
+                float value = 0;
+                if (!r_.quantised) value = __bfloat162float(at<bf16>(r_.activated)[from]);
+                else value = float(at<kittens::fp8e4m3>(r_.activated)[from]) *
+                             at<float>(r_.activated_scales)[c % inter / 128 * stride + slot];
                 at<bf16>(r_.expert_out)[slot * h + c] = __float2bfloat16(value * factor);
             }
         }
