@@ -113,6 +113,7 @@ def test_a_group_with_nccl_asks_all_ranks_once(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert decide_back_end(FakeGroup(hopper(1)), {}).protocol == "nvlink"
     assert decide_back_end(FakeGroup(hopper(1)), dict(device="cuda:0")).protocol == "nvlink"
+    assert decide_back_end(FakeGroup(hopper(1)), dict(dtype=torch.float8_e4m3fn)).protocol == "nvlink"  # which no CPU layer has
     for options, text in ((dict(dtype=torch.float32), "dtype is torch.float32"), (dict(pattern="mega"), "pattern is 'mega'"),
                           (dict(pull=True), "pull is an option of the CPU back end")):
         chosen = decide_back_end(FakeGroup(hopper(1)), options)
