@@ -116,6 +116,7 @@ __device__ __forceinline__ bool combine_jobs(const call_view &c, const combine_p
                             {phase_id::combine, role_id::combine, block, c.rank});
     }
     if (!__all_sync(0xffffffff, ok)) return false;
+    __syncwarp();  // what each lane has acquired holds for all lanes: a vote alone orders no memory
     stamp_lap_warp(stamp_kind::combine_wait, stamp_batch(group, first));
     if (job < jobs && choice == k - 1) mine.to = c.plane<bf16>(source, c.rank, token);
     sum_rows<BATCH>(mine, slice_of(p.columns, p.block_cols, c.hidden, group, item % cut.slices, cut.slices));
@@ -163,6 +164,7 @@ __device__ __forceinline__ void reduce_tokens(const call_view &c, const combine_
         if (computed) report_told(c);
         return;
     }
+    __syncwarp();  // as above
     stamp_lap_warp(stamp_kind::reduce_wait, stamp_batch(group, first));
     if (real && from == c.world - 1) mine.to = p.out + int64_t(token) * c.hidden;
     sum_rows<BATCH>(mine, columns);

@@ -63,6 +63,7 @@ struct reduce_finish {
             report_told(c);
             return fill_nan(to, columns);
         }
+        __syncwarp();  // what each lane has acquired holds for all lanes
         add_planes(c, c.plane<bf16>(c.rank, 0, token), columns, to);
     }
     // The loads of STEPS column steps are in flight together, of two ranks: one warp keeps up with a GEMM's block.
