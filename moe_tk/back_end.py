@@ -16,11 +16,11 @@ import torch.distributed as dist
 from moe_tk.config import env, environment
 from moe_tk.errors import ArgumentError, MoETkError
 from moe_tk.group import RankGroup, resolve_group
+from moe_tk.memory.nvlink_layout import DTYPES
 from moe_tk.planner.back_end import BackEnd, RankCard, choose_back_end
 from moe_tk.topology.wishes import chosen_protocol
 
 CPU_OPTIONS = ("compute_blocks", "pull")  # of MoELayer, that the CUDA back end does not have
-CUDA_DTYPES = (torch.bfloat16, torch.float8_e4m3fn)  # cuda_layer.DTYPES, which is not imported before it is wanted
 
 
 def decide_back_end(group: Any, options: Mapping[str, Any]) -> BackEnd:
@@ -77,8 +77,9 @@ def rank_card(group: RankGroup, device: Any, options: Mapping[str, Any]) -> Rank
 
 def _option_obstacle(options: Mapping[str, Any]) -> str | None:
     """An argument that only the CPU back end takes."""
-    if options.get("dtype", torch.bfloat16) not in CUDA_DTYPES:
-        return f"dtype is {options['dtype']}, and the CUDA back end takes {' and '.join(map(str, CUDA_DTYPES))}"
+    dtype = options.get("dtype", torch.bfloat16)
+    if str(dtype).removeprefix("torch.") not in DTYPES:
+        return f"dtype is {dtype}, and the CUDA back end takes {' and '.join(DTYPES)}"
     if options.get("pattern") == "mega":
         return "pattern is 'mega', which the CUDA back end does not have"
     return next((f"{name} is an option of the CPU back end" for name in CPU_OPTIONS if options.get(name)), None)

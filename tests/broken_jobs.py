@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 from typing import Any
 
@@ -26,6 +27,12 @@ def raises(rank: int, world: int) -> None:
 def dies(rank: int, world: int) -> None:
     if rank == 1:
         os._exit(3)
+
+
+def dies_later(rank: int, world: int) -> None:
+    """Rank 1 ends between this job and the next."""
+    if rank == 1:
+        threading.Timer(0.1, os._exit, (3,)).start()
 
 
 def hangs(rank: int, world: int) -> None:

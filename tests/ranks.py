@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -158,10 +158,14 @@ class Pool:
     def run(self, target: Callable, args: tuple, named: dict[str, Any], limit_s: float) -> list[Any]:
         """Results of all ranks. Raises RanksFailed, which says whether the pool is of use afterwards."""
         blob = pickle.dumps((target, args, named))
-        for pipe in self.pipes:
-            pipe.send_bytes(blob)
         answers: dict[int, tuple[str, Any, bool]] = {}
         deadline = time.monotonic() + limit_s
+        for rank, pipe in enumerate(self.pipes):
+            try:
+                pipe.send_bytes(blob)
+            except OSError:
+                answers[rank] = ("error", "the process had died since its last job", False)
+                deadline = time.monotonic() + GRACE_S
         while len(answers) < len(self.pipes) and time.monotonic() < deadline:
             waiting = [pipe for rank, pipe in enumerate(self.pipes) if rank not in answers]
             for pipe in multiprocessing.connection.wait(waiting, timeout=max(0.0, deadline - time.monotonic())):
@@ -184,7 +188,8 @@ class Pool:
         """Ends the ranks, by a last message or (after a failure) at once; asserts that no process and no segment is left."""
         if kindly:
             for pipe in self.pipes:
-                pipe.send_bytes(pickle.dumps(None))
+                with suppress(OSError):  # of a rank that has died
+                    pipe.send_bytes(pickle.dumps(None))
             for process in self.ranks.processes:
                 process.join(5)
         self.ranks.__exit__()
@@ -223,8 +228,9 @@ class Pools:
         return outcomes
 
     def close(self) -> None:
-        for pool in self._pools.values():
-            pool.close()
+        with ExitStack() as all_of_them:  # also behind one that has left something
+            for pool in self._pools.values():
+                all_of_them.callback(pool.close)
 
 
 def assert_nothing_left(pids: list[int]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import broken_jobs
 import pytest
 from ranks import RanksFailed, gone
@@ -16,6 +18,19 @@ def test_a_broken_job_is_reported_and_its_ranks_are_replaced(run_ranks, job, tex
     assert run_ranks(2, broken_jobs.process_id) == before
     with pytest.raises(RanksFailed, match=text):
         run_ranks(2, job, limit_s=2.0 if job is broken_jobs.hangs else 60.0)
+    assert all(gone(pid) for pid in before)
+    assert not set(run_ranks(2, broken_jobs.process_id)) & set(before)
+
+
+def test_a_rank_that_died_between_two_jobs_is_reported_and_replaced(run_ranks):
+    before = run_ranks(2, broken_jobs.process_id)
+    run_ranks(2, broken_jobs.dies_later)
+    deadline = time.monotonic() + 10
+    while not gone(before[1]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    with pytest.raises(RanksFailed, match="rank 1: the process (had )?died"):
+        run_ranks(2, broken_jobs.process_id)
     assert all(gone(pid) for pid in before)
     assert not set(run_ranks(2, broken_jobs.process_id)) & set(before)
 

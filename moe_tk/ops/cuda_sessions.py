@@ -71,11 +71,12 @@ class GroupOps:
 
     def refuse(self, op: str, error: Exception, *, timeout_s: float) -> None:
         """Tells the other ranks that this one cannot make the call: in the session of the last such call, or, before the first one,
-        where they wait to make it."""
+        where they wait to make it. Waits until they have heard it."""
         session = self._latest.get(op)
         if session is not None:
             with torch.cuda.device(self.device):
                 session.refuse(timeout_s=timeout_s, stream=self.stream())
+                session.forget_verdict()
             return
         try:
             with self.group.local_step(op, timeout_s=timeout_s):

@@ -290,6 +290,8 @@ def refusals(ranks: Ranks) -> None:
         with pytest.raises(MoETkError, match="ranks disagreed"):
             ops.synchronize()
         assert out.isnan().all()
+    with pytest.raises(ArgumentTypeError, match="weight has dtype float32"):  # on all ranks: none hears of the others
+        ops.ag_gemm(good.x[good.mine], good.weight.float())
     good.check(good.gather(), good.scatter(), "after")
     ops.synchronize()
 
@@ -317,6 +319,28 @@ def missing_rank(ranks: Ranks) -> None:
     ops.release_ops_memory()
     assert not cuda_sessions._held
     good.check(good.gather(), good.scatter(), "after")
+
+
+def told_rank(ranks: Ranks) -> None:
+    """A rank that comes to a call which the other one has given up, and needs nothing of it: no wait of its own fails, yet its
+    result is NaN and it raises."""
+    x, w13 = draw(1 + ranks.rank, 64, 64, device=ranks.device), draw(5, 1, 32, 64, device=ranks.device)
+    ids = torch.full((64, 1), ranks.rank, dtype=torch.int32, device=ranks.device)  # the expert of this rank
+
+    def call(timeout_s: float) -> tuple[torch.Tensor, ...]:
+        return ops.dispatch_gemm(x, ids, w13, num_experts=ranks.world, timeout_s=timeout_s)
+
+    assert bool(call(5.0)[0][:64].isfinite().all())
+    ops.synchronize()
+    for late in (False, True):
+        ranks.meet()
+        if ranks.rank == int(late):
+            activated, _, slots = call(5.0 if late else 1.0)
+            with pytest.raises(ProtocolTimeout, match="missing rank 1"):
+                ops.synchronize()
+            assert bool(activated.isnan().all()) and bool((slots == -1).all())
+    ranks.meet()
+    ops.release_ops_memory()
 
 
 def torch_ops(ranks: Ranks) -> None:

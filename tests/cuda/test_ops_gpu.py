@@ -17,6 +17,6 @@ def test_ops_on_every_rank(run_ranks, check, world):
 
 
 @pytest.mark.parametrize("backend", [cuda(world=2)])
-@pytest.mark.parametrize("check", ["refusals", "missing_rank"])
+@pytest.mark.parametrize("check", ["refusals", "missing_rank", "told_rank"])
 def test_ops_of_ranks_that_differ(run_ranks, check, backend):
     run_ranks(2, run_check, f"checks_ops:{check}", backend=backend)

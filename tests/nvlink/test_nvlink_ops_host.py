@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -83,14 +85,17 @@ class FakeSession:
     """What GroupOps sees of a session."""
 
     def __init__(self, geometry) -> None:
-        self.geometry, self.poisoned, self.failure, self.refusals = geometry, None, None, 0
+        self.geometry, self.poisoned, self.failure, self.refused = geometry, None, None, []
 
     def check(self, op, timeout_s) -> None:
         if self.failure:
             raise self.failure
 
     def refuse(self, *, timeout_s, stream) -> None:
-        self.refusals += 1
+        self.refused.append("told")
+
+    def forget_verdict(self) -> None:
+        self.refused.append("verdict forgotten")
 
 
 @pytest.fixture
@@ -149,6 +154,16 @@ def test_a_refusal_before_the_first_call_is_told_where_the_others_wait(group_ops
     group_ops.group = Listening(world=2, rank=0, name="pair")
     group_ops.refuse("ag_gemm", ArgumentError("x is wrong"), timeout_s=1.0)
     assert told[0][0][0] is PeerRefused and "x is wrong" in told[0][0][2]
+
+
+def test_a_rank_that_refuses_is_not_told_later_that_another_one_refused_too(group_ops, monkeypatch):
+    """Where all ranks refuse a call, the first of them is named to all; if the others raised that in their next op, they would
+    leave the first one alone in it."""
+    session = group_ops.session("ag_gemm", dense(), timeout_s=1.0)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(group_ops, "stream", lambda: None)
+    group_ops.refuse("ag_gemm", ArgumentError("x is wrong"), timeout_s=1.0)
+    assert session.refused == ["told", "verdict forgotten"]
 
 
 def test_release_drops_everything():

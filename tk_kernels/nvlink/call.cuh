@@ -5,13 +5,13 @@
 
 #include "../platform/stamps.cuh"
 #include "../protocol/control.hpp"
+#include "column_work.hpp"
 
 namespace moe_tk::nvlink {
 
 using protocol::MAX_RANKS;
 
 constexpr int MAX_WORLD = 32;  // a lane per rank
-constexpr int MAX_COL_GROUPS = 4;  // groups of column blocks of GEMM 2 whose sums leave on their own
 constexpr int FLAG_LINE = 32;  // u32 between the flags of two writers
 
 // What a rank says about its call, next to its routing. Two copies, by the parity of the epoch: a rank that is one call

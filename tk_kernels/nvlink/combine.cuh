@@ -24,26 +24,6 @@ struct combine_params {
     column_groups columns;     // of GEMM 2
 };
 
-struct column_slice { int first, last; };
-
-// How one kind of work is cut: for each column group, `batches` runs of `batch` entries in `slices` slices of columns each.
-// Few entries are cut finer, so that all warps have something; many are taken several at a time, which shares their waits and fences.
-struct work_cut {
-    int batch, batches, slices;
-    __device__ __forceinline__ int items() const { return batches * slices; }  // of one column group
-};
-constexpr int SLICE_STEP = 512, ENOUGH_ITEMS = 4096;
-__device__ __forceinline__ work_cut cut_work(int entries, int groups, int group_width, int most_in_batch) {
-    const int most_slices = (group_width + SLICE_STEP - 1) / SLICE_STEP, all = max(1, entries * groups);
-    const int slices = max(1, min(most_slices, ENOUGH_ITEMS / all)), batch = max(1, min(most_in_batch, all * slices / ENOUGH_ITEMS));
-    return {batch, (entries + batch - 1) / batch, slices};
-}
-__device__ __forceinline__ column_slice slice_of(const combine_params &p, int hidden, int group, int index, int slices) {
-    const int first = p.columns.first(group) * p.block_cols, last = min(hidden, p.columns.first(group + 1) * p.block_cols);
-    const int steps = (last - first + SLICE_STEP - 1) / SLICE_STEP;
-    return {first + index * steps / slices * SLICE_STEP, min(last, first + (index + 1) * steps / slices * SLICE_STEP)};
-}
-
 __device__ __forceinline__ void add_scaled(float (&sum)[8], const uint4 &v, float weight) {
     const uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
@@ -136,9 +116,10 @@ __device__ __forceinline__ bool combine_jobs(const call_view &c, const combine_p
                             {phase_id::combine, role_id::combine, block, c.rank});
     }
     if (!__all_sync(0xffffffff, ok)) return false;
+    __syncwarp();  // what each lane has acquired holds for all lanes: a vote alone orders no memory
     stamp_lap_warp(stamp_kind::combine_wait, stamp_batch(group, first));
     if (job < jobs && choice == k - 1) mine.to = c.plane<bf16>(source, c.rank, token);
-    sum_rows<BATCH>(mine, slice_of(p, c.hidden, group, item % cut.slices, cut.slices));
+    sum_rows<BATCH>(mine, slice_of(p.columns, p.block_cols, c.hidden, group, item % cut.slices, cut.slices));
     // ORDER chunk_combined: the lanes' stores, fence.sys, the election's acq_rel, then the last one's st.release.sys;
     // reduce_tokens acquires.
     fence_sys();
@@ -167,7 +148,7 @@ __device__ __forceinline__ void reduce_tokens(const call_view &c, const combine_
                                               bool computed, uint32_t epoch) {
     const int lane = kittens::laneid(), batch = item / cut.slices, first = batch * cut.batch;
     const int tokens = min(cut.batch, p.num_tokens - first), token = first + lane / c.world, from = lane % c.world;
-    const column_slice columns = slice_of(p, c.hidden, group, item % cut.slices, cut.slices);
+    const column_slice columns = slice_of(p.columns, p.block_cols, c.hidden, group, item % cut.slices, cut.slices);
     const bool real = lane / c.world < tokens;
     bool ok = computed;
     summand mine{nullptr, 1.0f, nullptr};
@@ -183,36 +164,12 @@ __device__ __forceinline__ void reduce_tokens(const call_view &c, const combine_
         if (computed) report_told(c);
         return;
     }
+    __syncwarp();  // as above
     stamp_lap_warp(stamp_kind::reduce_wait, stamp_batch(group, first));
     if (real && from == c.world - 1) mine.to = p.out + int64_t(token) * c.hidden;
     sum_rows<BATCH>(mine, columns);
     stamp_lap_warp(stamp_kind::reduce, stamp_batch(group, first));
 }
-
-// All work in one list, dispensed so that any number of warps helps: the jobs group by group, and the own tokens of each group
-// TOKENS_BEHIND groups later, when the other ranks have probably sent their part. Jobs wait for this GPU's tiles only and stand
-// before the tokens of their group on every rank, so no two ranks can wait for each other.
-struct work_list {
-    static constexpr int TOKENS_BEHIND = 2;
-    int groups, jobs, tokens;  // items of one column group
-    struct place {
-        bool is_job;
-        int group, index;
-    };
-    __device__ __forceinline__ int size() const { return groups * (jobs + tokens); }
-    __device__ __forceinline__ place at(int item) const {
-        for (int step = 0;; ++step) {
-            if (step < groups) {
-                if (item < jobs) return {true, step, item};
-                item -= jobs;
-            }
-            if (step >= TOKENS_BEHIND) {
-                if (item < tokens) return {false, step - TOKENS_BEHIND, item};
-                item -= tokens;
-            }
-        }
-    }
-};
 
 // TILES_COUNTED: GEMM 2 runs beside and counts its tiles; else it is over.
 template <int BATCH, bool TILES_COUNTED = true> __device__ __forceinline__ void combine_and_reduce(const call_view &c, const combine_params &p) {

@@ -53,14 +53,6 @@ struct count_push {
     }
 };
 
-// Groups of column blocks of GEMM 2: a token's sum over one group leaves when that group is done.
-struct column_groups {
-    int groups, col_blocks;
-    __device__ __forceinline__ int of(int col_block) const { return ((col_block + 1) * groups - 1) / col_blocks; }
-    __device__ __forceinline__ int first(int group) const { return group * col_blocks / groups; }
-    __device__ __forceinline__ uint32_t size(int group) const { return uint32_t(first(group + 1) - first(group)); }
-};
-
 // ORDER tiles_ready: the same for GEMM 2, by column group; combine_jobs acquires.
 struct group_push {
     static constexpr bool NOOP = false;

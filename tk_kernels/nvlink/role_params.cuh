@@ -6,13 +6,6 @@
 
 namespace moe_tk::nvlink {
 
-// Column groups of a call, the same on all ranks and in all patterns: watermarks are by group.
-constexpr int GROUP_COLS = 256;  // a group is a whole number of these
-inline column_groups groups_of(int hidden) {
-    const int col_blocks = kittens::ceil_div(hidden, GROUP_COLS);
-    return {col_blocks < MAX_COL_GROUPS ? col_blocks : MAX_COL_GROUPS, col_blocks};
-}
-
 inline combine_params combine_params_of(const workspace_view &w, const layer_call &call, int row_block) {
     return {.counts = w.tables.counts, .slots = w.tables.slots, .job_order = w.tables.job_order,
             .chunk_expected = w.tables.chunk_expected, .token_counts = w.tables.token_counts, .contributors = w.tables.contributors,

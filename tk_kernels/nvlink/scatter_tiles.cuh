@@ -59,7 +59,11 @@ struct reduce_finish {
         if (lane < c.world) ok = spin_until(block_flag(c, c.rank, lane, block), epoch, c, {phase_id::reduce, role_id::reduce, block, lane});
         bf16 *to = p.out + int64_t(token) * c.hidden;
         ok = ok && load_relaxed_sys(&c.control(c.rank)->abort_flag) == 0;
-        if (!__all_sync(0xffffffff, ok)) return fill_nan(to, columns);
+        if (!__all_sync(0xffffffff, ok)) {
+            report_told(c);
+            return fill_nan(to, columns);
+        }
+        __syncwarp();  // what each lane has acquired holds for all lanes
         add_planes(c, c.plane<bf16>(c.rank, 0, token), columns, to);
     }
     // The loads of STEPS column steps are in flight together, of two ranks: one warp keeps up with a GEMM's block.

@@ -1,0 +1,76 @@
+// How the sums of a call are cut into items: column groups of GEMM 2, slices of their columns, batches of entries, and the one list
+// in which jobs and own tokens stand. Index arithmetic alone, the same on host and device, so that a test can go through all of it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "../platform/platform.hpp"
+
+namespace moe_tk::nvlink {
+
+constexpr int MAX_COL_GROUPS = 4;  // groups of column blocks of GEMM 2 whose sums leave on their own
+constexpr int GROUP_COLS = 256;    // a group is a whole number of these
+constexpr int SLICE_STEP = 512, ENOUGH_ITEMS = 4096;
+
+// Groups of column blocks of GEMM 2: a token's sum over one group leaves when that group is done.
+struct column_groups {
+    int groups, col_blocks;
+    MOE_TK_FN int of(int col_block) const { return ((col_block + 1) * groups - 1) / col_blocks; }
+    MOE_TK_FN int first(int group) const { return group * col_blocks / groups; }
+    MOE_TK_FN uint32_t size(int group) const { return uint32_t(first(group + 1) - first(group)); }
+};
+
+// Column groups of a call, the same on all ranks and in all patterns: watermarks are by group.
+inline column_groups groups_of(int hidden) {
+    const int col_blocks = (hidden + GROUP_COLS - 1) / GROUP_COLS;
+    return {std::min(col_blocks, MAX_COL_GROUPS), col_blocks};
+}
+
+// How one kind of work is cut: for each column group, `batches` runs of `batch` entries in `slices` slices of columns each.
+// Few entries are cut finer, so that all warps have something; many are taken several at a time, which shares their waits and fences.
+struct work_cut {
+    int batch, batches, slices;
+    MOE_TK_FN int items() const { return batches * slices; }  // of one column group
+};
+MOE_TK_FN work_cut cut_work(int entries, int groups, int group_width, int most_in_batch) {
+    const int most_slices = (group_width + SLICE_STEP - 1) / SLICE_STEP, all = std::max(1, entries * groups);
+    const int slices = std::max(1, std::min(most_slices, ENOUGH_ITEMS / all));
+    const int batch = std::max(1, std::min(most_in_batch, all * slices / ENOUGH_ITEMS));
+    return {batch, (entries + batch - 1) / batch, slices};
+}
+
+struct column_slice { int first, last; };
+// May be empty, where a group has fewer steps than slices.
+MOE_TK_FN column_slice slice_of(column_groups columns, int block_cols, int hidden, int group, int index, int slices) {
+    const int first = columns.first(group) * block_cols, last = std::min(hidden, columns.first(group + 1) * block_cols);
+    const int steps = (last - first + SLICE_STEP - 1) / SLICE_STEP;
+    return {first + index * steps / slices * SLICE_STEP, std::min(last, first + (index + 1) * steps / slices * SLICE_STEP)};
+}
+
+// All work in one list, dispensed so that any number of warps helps: the jobs group by group, and the own tokens of each group
+// TOKENS_BEHIND groups later, when the other ranks have probably sent their part. Jobs wait for this GPU's tiles only and stand
+// before the tokens of their group on every rank, so no two ranks can wait for each other.
+struct work_list {
+    static constexpr int TOKENS_BEHIND = 2;
+    int groups, jobs, tokens;  // items of one column group
+    struct place {
+        bool is_job;
+        int group, index;
+    };
+    MOE_TK_FN int size() const { return groups * (jobs + tokens); }
+    MOE_TK_FN place at(int item) const {
+        for (int step = 0;; ++step) {
+            if (step < groups) {
+                if (item < jobs) return {true, step, item};
+                item -= jobs;
+            }
+            if (step >= TOKENS_BEHIND) {
+                if (item < tokens) return {false, step - TOKENS_BEHIND, item};
+                item -= tokens;
+            }
+        }
+    }
+};
+
+}  // namespace moe_tk::nvlink
