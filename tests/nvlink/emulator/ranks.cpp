@@ -69,16 +69,13 @@ open_globals open_of(const rank_fields &r, const call_view &c) {
             .routing_sent = at<uint32_t>(r.routing_sent), .scratch = at<int>(r.scratch), .marks = at<uint8_t>(r.marks)};
 }
 
-constexpr int COLS = 256;  // of a column group's blocks: role_params.cuh GROUP_COLS
-
 combine_params combine_of(const rank_fields &r, const open_globals &g) {
-    const int blocks = (g.call.hidden + COLS - 1) / COLS;
     const table_view &t = g.tables;
     return {.counts = t.counts, .slots = t.slots, .job_order = t.job_order, .chunk_expected = t.chunk_expected,
             .token_counts = t.token_counts, .contributors = t.contributors, .l2_done = g.counters.l2_done,
             .job_done = g.counters.job_done, .next_item = g.counters.next_item, .expert_out = at<bf16>(r.expert_out),
             .slot_weight = r.weights_before_l2 ? nullptr : t.slot_weight, .out = at<bf16>(r.out), .num_tokens = g.num_tokens,
-            .row_block = g.row_block, .block_cols = COLS, .columns = {min(blocks, MAX_COL_GROUPS), blocks}};
+            .row_block = g.row_block, .block_cols = GROUP_COLS, .columns = groups_of(g.call.hidden)};
 }
 
 // One rank's stream: launches one after the other, gemm_scatter beside gather_gemm.
