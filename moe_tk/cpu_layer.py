@@ -13,7 +13,8 @@ from moe_tk.arguments import COMPUTE_DTYPES, as_contiguous, check_routing, check
 from moe_tk.config import env
 from moe_tk.errors import ArgumentError, ArgumentTypeError
 from moe_tk.group import resolve_group
-from moe_tk.memory.estimate import MemoryEstimate, estimate, layer_geometry
+from moe_tk.memory.estimate import estimate, layer_geometry
+from moe_tk.memory.layout import MemoryEstimate
 from moe_tk.ops import registered as _registered  # noqa: F401  a compiled call needs torch.ops.moe_tk
 from moe_tk.ops.handles import keep_handle
 from moe_tk.planner import Plan, make_plan

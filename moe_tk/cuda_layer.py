@@ -17,7 +17,7 @@ from moe_tk.config import env
 from moe_tk.cpu_layer import WEIGHT_POSITIONS, CpuMoELayer
 from moe_tk.errors import ArgumentError, ArgumentTypeError, CapacityError, TopologyError
 from moe_tk.group import RankGroup, resolve_group
-from moe_tk.memory.estimate import MemoryEstimate
+from moe_tk.memory.layout import MemoryEstimate
 from moe_tk.memory.nvlink_layout import FUSED_COLUMN_BLOCK, JOB_CHUNK, ROW_BLOCKS, NvlinkGeometry, nvlink_estimate
 from moe_tk.ops.handles import keep_handle
 from moe_tk.planner import Plan, explain_fusion

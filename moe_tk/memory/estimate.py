@@ -2,42 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from moe_tk.errors import ArgumentError
 from moe_tk.memory.geometry import Geometry
-from moe_tk.memory.layout import Item, counter_items, end_of, local_items, symmetric_items
+from moe_tk.memory.layout import MemoryEstimate, counter_items, local_items, symmetric_items
+from moe_tk.memory.nvlink_layout import NvlinkGeometry, nvlink_estimate
 from moe_tk.planner.plan import JOB_CHUNK, ROW_BLOCK, choose_pattern, default_segments
 from moe_tk.schedule import local_experts, shard_range
 from moe_tk.sizes import check_layer_sizes
-
-
-@dataclass(frozen=True)
-class MemoryEstimate:
-    """Bytes of one rank, itemised. `total` is what is allocated, alignment included; weights are not in it."""
-
-    symmetric: tuple[Item, ...]
-    counters: tuple[Item, ...]
-    local: tuple[Item, ...]
-
-    @property
-    def symmetric_bytes(self) -> int:
-        return end_of(self.symmetric)
-
-    @property
-    def local_bytes(self) -> int:
-        return end_of(self.counters) + end_of(self.local)
-
-    @property
-    def total(self) -> int:
-        return self.symmetric_bytes + self.local_bytes
-
-    def __str__(self) -> str:
-        lines = [f"{'bytes':>16}  {'where':<9} item"]
-        for where, items in (("symmetric", self.symmetric), ("local", self.counters), ("local", self.local)):
-            lines += [f"{i.bytes:>16,}  {where:<9} {i.name} {list(i.shape)}: {i.meaning}" for i in items if i.bytes]
-        lines.append(f"{self.total:>16,}  total (symmetric {self.symmetric_bytes:,}, local {self.local_bytes:,})")
-        return "\n".join(lines)
 
 
 def estimate(geometry: Geometry) -> MemoryEstimate:
@@ -72,8 +43,6 @@ def estimate_memory(*, world: int, rank: int = 0, num_experts: int, top_k: int, 
                       intermediate_size=intermediate_size, max_tokens_per_rank=max_tokens_per_rank, mode=mode)
     dtype = str(dtype).removeprefix("torch.")
     if protocol == "nvlink":
-        from moe_tk.memory.nvlink_layout import NvlinkGeometry, nvlink_estimate  # it needs this module
-
         return nvlink_estimate(NvlinkGeometry(world=world, rank=rank, max_tokens=max_tokens_per_rank, top_k=top_k,
                                               num_experts=num_experts, hidden=hidden_size, intermediate_size=intermediate_size,
                                               mode=mode, max_segments=segments or 1, dtype=dtype))

@@ -86,3 +86,31 @@ def local_items(g: Geometry) -> tuple[Item, ...]:
         ("activated", (rows if g.gathers and g.scatters else 0, g.intermediate), g.item_bytes, "output of GEMM 1"),
         ("expert_out", (rows if g.scatters else 0, g.out_width), g.item_bytes, "output of GEMM 2"),
     ])
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Bytes of one rank, itemised. `total` is what is allocated, alignment included; weights are not in it."""
+
+    symmetric: tuple[Item, ...]
+    counters: tuple[Item, ...]
+    local: tuple[Item, ...]
+
+    @property
+    def symmetric_bytes(self) -> int:
+        return end_of(self.symmetric)
+
+    @property
+    def local_bytes(self) -> int:
+        return end_of(self.counters) + end_of(self.local)
+
+    @property
+    def total(self) -> int:
+        return self.symmetric_bytes + self.local_bytes
+
+    def __str__(self) -> str:
+        lines = [f"{'bytes':>16}  {'where':<9} item"]
+        for where, items in (("symmetric", self.symmetric), ("local", self.counters), ("local", self.local)):
+            lines += [f"{i.bytes:>16,}  {where:<9} {i.name} {list(i.shape)}: {i.meaning}" for i in items if i.bytes]
+        lines.append(f"{self.total:>16,}  total (symmetric {self.symmetric_bytes:,}, local {self.local_bytes:,})")
+        return "\n".join(lines)

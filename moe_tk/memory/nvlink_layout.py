@@ -6,8 +6,7 @@ import hashlib
 from dataclasses import asdict, dataclass, field
 
 from moe_tk.errors import ArgumentError
-from moe_tk.memory.estimate import MemoryEstimate
-from moe_tk.memory.layout import CONTROL_BYTES, Item, place
+from moe_tk.memory.layout import CONTROL_BYTES, Item, MemoryEstimate, place
 from moe_tk.schedule import local_experts, max_slots, shard_range
 from moe_tk.schedule.capacity import ceil_div
 

@@ -16,8 +16,8 @@ from moe_tk.errors import ArgumentError
 from moe_tk.group import RankGroup
 from moe_tk.memory.nvlink_layout import MAX_TOP_K, ROW_BLOCKS
 from moe_tk.memory.nvlink_ops_layout import DenseGeometry, RoutedOpsGeometry
-from moe_tk.ops import functional
 from moe_tk.ops.cuda_sessions import checked, one_call
+from moe_tk.ops.sizes import WEIGHT_POSITIONS, check_divides, routed_row_block, routed_rows
 from moe_tk.runtime.calls import signature_of
 from moe_tk.runtime.launch import Activation, resolve_activation
 from moe_tk.runtime.nvlink_layer import one_limit
@@ -64,7 +64,7 @@ def gemm_rs(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None
             check_width("x.size(1)", rows.shape[1])
             w = check_tensor("weight", weight, dtypes=BF16, shape=(None, rows.shape[1]), layout="[N, K]", device=x.device)
             check_width("weight.size(0)", w.shape[0])
-            functional.check_divides(rows.shape[0], group.world)
+            check_divides(rows.shape[0], group.world)
             return _readable("x", rows), _readable("weight", w)
 
         rows, w = checked("gemm_rs", ops, seconds, check)
@@ -133,7 +133,7 @@ class _Routed:
         self.geometry = RoutedOpsGeometry(world=group.world, rank=group.rank, max_tokens=max(1, stride), top_k=self.top_k,
                                           num_experts=num_experts, hidden=hidden, intermediate_size=0, mode=mode, max_segments=1,
                                           width=inter)
-        self.row_block = functional.routed_row_block(True, world=group.world, tokens_per_rank=stride, top_k=self.top_k,
+        self.row_block = routed_row_block(True, world=group.world, tokens_per_rank=stride, top_k=self.top_k,
                                                      num_experts=num_experts)
         # With tokens_per_rank the ranks' T may differ and the stride is part of `equal`; else the stride is T.
         self.signature = signature_of(op, "cuda", hidden, self.top_k, num_experts, mode, stride, *equal)
@@ -141,7 +141,7 @@ class _Routed:
     @property
     def rows(self) -> int:
         """Rows of a tensor in slot order."""
-        return functional.routed_rows(world=self.group.world, rank=self.group.rank, tokens_per_rank=self.stride, top_k=self.top_k,
+        return routed_rows(world=self.group.world, rank=self.group.rank, tokens_per_rank=self.stride, top_k=self.top_k,
                                       num_experts=self.num_experts, mode=self.mode, row_block=self.row_block)
 
     def fields(self, session: Any, ids: Tensor, weights: Tensor | None, **more: Any) -> dict[str, Any]:
@@ -227,7 +227,7 @@ def mega_moe(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13:
         device = hidden_states.device
 
         def check() -> tuple:
-            check_one_of("weight_position", weight_position, functional.WEIGHT_POSITIONS)
+            check_one_of("weight_position", weight_position, WEIGHT_POSITIONS)
             hidden = _check_hidden(hidden_states, device)
             ids, weights = _check_ids(topk_ids, topk_weights, hidden.shape[0], num_experts, device)
             local = local_experts(num_experts, group.world, group.rank, mode)[1]

@@ -14,10 +14,9 @@ from moe_tk.errors import ArgumentError
 from moe_tk.group import RankGroup
 from moe_tk.memory.estimate import layer_geometry
 from moe_tk.memory.geometry import Geometry
-from moe_tk.memory.nvlink_layout import ROW_BLOCKS
 from moe_tk.ops.sessions import Agreement, Request, agree, data_session
+from moe_tk.ops.sizes import WEIGHT_POSITIONS, check_divides, routed_row_block, routed_rows
 from moe_tk.planner import Plan, make_plan
-from moe_tk.planner.fusion import LARGE_TILE_ROWS
 from moe_tk.planner.plan import ROW_BLOCK
 from moe_tk.runtime.calls import CallOptions, open_routed_call, run_gather, run_mega, run_scatter
 from moe_tk.runtime.launch import Activation, resolve_activation
@@ -27,7 +26,6 @@ from moe_tk.sizes import MAX_TOP_K, check_count, check_one_of, check_width
 
 __all__ = ["ROW_BLOCK", "ag_gemm", "dispatch_gemm", "gemm_combine", "gemm_rs", "mega_moe", "resolve_activation", "routed_row_block",
            "routed_rows"]
-WEIGHT_POSITIONS = ("before_l2", "combine")
 
 
 def _cuda_ops(first: Any) -> Any:
@@ -37,14 +35,6 @@ def _cuda_ops(first: Any) -> Any:
     from moe_tk.ops import cuda_functional
 
     return cuda_functional
-
-
-def check_divides(rows: int, world: int) -> None:
-    """Raises ArgumentError when the rows of gemm_rs cannot be dealt out to the ranks."""
-    if rows % world:
-        below = rows // world * world
-        raise ArgumentError(f"x has {rows} rows, wanted a multiple of world={world}; the nearest valid numbers are {below} and "
-                            f"{below + world}")
 
 
 def _plan(group: RankGroup, tokens: int) -> Plan:
@@ -129,21 +119,6 @@ def gemm_rs(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None
                                 signature=agreement.signature, num_experts=1, segments=1)
         run_scatter(call, rows, w, out)
     return out
-
-
-def routed_rows(*, world: int, rank: int, tokens_per_rank: int, top_k: int, num_experts: int, mode: str, row_block: int) -> int:
-    """Rows of the slot-ordered buffers of dispatch_gemm and gemm_combine, enough for any routing: all pairs may be here, and
-    each local expert may leave one row block part empty. Also right for symbolic sizes (fake kernels)."""
-    _, local = local_experts(num_experts, world, rank, mode)
-    return (-(-(world * tokens_per_rank * top_k) // row_block) + local) * row_block
-
-
-def routed_row_block(on_cuda: bool, *, world: int, tokens_per_rank: int, top_k: int, num_experts: int) -> int:
-    """Slots of a row block of the routed ops, from what all ranks know: larger ones pay where experts have many rows."""
-    if not on_cuda:
-        return ROW_BLOCK
-    small, large = ROW_BLOCKS
-    return large if world * tokens_per_rank * top_k >= LARGE_TILE_ROWS * num_experts else small
 
 
 def _routed_session(group: RankGroup, agreement: Agreement, *, hidden: int, intermediate: int, top_k: int, num_experts: int,

@@ -10,6 +10,7 @@ from torch.library import EffectType, _register_effectful_op, custom_op
 from moe_tk.group import SINGLE, RankGroup, resolve_group
 from moe_tk.ops import functional
 from moe_tk.ops.handles import find_layer
+from moe_tk.ops.sizes import routed_row_block, routed_rows
 from moe_tk.schedule import local_experts
 
 
@@ -68,9 +69,9 @@ def _(hidden_states, topk_ids, topk_weights, w13, num_experts, mode, tokens_per_
       timeout_s=None):
     ranks = group_by_name(group)
     stride = hidden_states.shape[0] if tokens_per_rank is None else tokens_per_rank
-    row_block = functional.routed_row_block(hidden_states.is_cuda, world=ranks.world, tokens_per_rank=stride,
+    row_block = routed_row_block(hidden_states.is_cuda, world=ranks.world, tokens_per_rank=stride,
                                             top_k=topk_ids.shape[1], num_experts=num_experts)
-    rows = functional.routed_rows(world=ranks.world, rank=ranks.rank, tokens_per_rank=stride, top_k=topk_ids.shape[1],
+    rows = routed_rows(world=ranks.world, rank=ranks.rank, tokens_per_rank=stride, top_k=topk_ids.shape[1],
                                   num_experts=num_experts, mode=mode, row_block=row_block)
     _, local = local_experts(num_experts, ranks.world, ranks.rank, mode)
     return (hidden_states.new_empty(rows, w13.shape[1] // 2), topk_ids.new_empty(local + 1, dtype=torch.int32),

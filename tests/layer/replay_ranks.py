@@ -176,3 +176,17 @@ def cross_the_wrap_on_gpus(rank: int, world: int, case: LayerCase, start: int) -
     for epoch in [*range(len(case.counts))] * 2:
         call_and_check(layer, case, epoch)
     return int(workspace.local("epoch")[0])
+
+
+def refresh_on_gpus(rank: int, world: int, case: LayerCase, start: int) -> set[int]:
+    """Watermarks that seem to be ahead, as those of chunks without work for 2^31 calls would; the watermarks after the one call
+    that refreshes them, by distance from its epoch."""
+    layer = case.layer()
+    workspace = layer.session.workspace
+    workspace.local("epoch").fill_(start)
+    for name, value in (("posted", start), ("rows_posted", start), ("combined", start + 1000)):
+        workspace.region(name, torch.int32).fill_(value)
+    meet(layer)
+    call_and_check(layer, case, 0)
+    meet(layer)
+    return {value - start - 1 for value in workspace.region("combined", torch.int32).tolist()}

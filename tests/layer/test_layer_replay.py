@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 from backends import each_world
 from moe_cases import LayerCase, with_options
-from replay_ranks import cross_the_wrap, cross_the_wrap_on_gpus, replay_mixed, replay_one
+from replay_ranks import cross_the_wrap, cross_the_wrap_on_gpus, refresh_on_gpus, replay_mixed, replay_one
 
 PATTERNS = [("mega", False), ("mega", True), ("two_kernel", False), ("two_kernel", True)]
 
@@ -46,6 +46,14 @@ def test_counters_cross_the_end_of_32_bits(run_ranks, pattern, pull):
 def test_counters_on_gpus_cross_the_end_of_32_bits(run_ranks, backend, world):
     case = LayerCase(((40, 30), (3, 0), (40, 40)), ("uniform", "half", "zipf"), max_tokens=40).on(backend)
     assert run_ranks(world, cross_the_wrap_on_gpus, case, 2**32 - 3, backend=backend) == [3] * world
+
+
+@each_world((), (1, 2))
+def test_watermarks_on_gpus_are_refreshed(run_ranks, backend, world):
+    """The call whose epoch is 2^30 sets them all to the call before, and those with work to itself."""
+    case = LayerCase(((40, 30),), ("uniform",), max_tokens=96).on(backend)
+    for left in run_ranks(world, refresh_on_gpus, case, 2**30 - 1, backend=backend):
+        assert left <= {-1, 0} and 0 in left
 
 
 def test_krn_04_many_calls_without_a_pause(run_ranks):

@@ -48,6 +48,15 @@ __device__ __forceinline__ void zero_counters(const open_globals &g, const build
     if (me.global_thread == 0) *g.counters.next_row = 0, *g.counters.next_item = 0;
 }
 
+// Watermarks of chunks for which this rank has had no work for a long time would seem to be ahead one day: every so often
+// all of them are set to the call before, whose own watermarks this rank has published to the last.
+__device__ __forceinline__ void refresh_watermarks(const open_globals &g, const build_place &me, uint32_t epoch) {
+    if (!protocol::refreshes(epoch)) return;
+    const int words = g.call.job_chunks * MAX_COL_GROUPS;
+    for (int i = me.global_thread; i < g.call.world * words; i += BUILD_THREADS)
+        g.call.combined(i / words, g.call.rank, 0, 0)[i % words] = epoch - 1;
+}
+
 // What the headers of all ranks amount to, one rank per lane: the first reason in rank order, the same on all ranks.
 struct verdict {
     void_reason reason;

@@ -18,6 +18,7 @@ __device__ __forceinline__ void exchange_and_build(const open_globals &g, uint32
     const int groups = g.segments * g.num_local;
     const uint32_t parity = epoch & 1;
     zero_counters(g, me);
+    refresh_watermarks(g, me, epoch);
     stamp_lap_block(stamp_kind::open_zero);
     send_routing(g, me, epoch);
     stamp_lap_block(stamp_kind::open_send);

@@ -114,11 +114,23 @@ MOE_TK_DEVICE_FN void fence_proxy_async() {
 
 MOE_TK_DEVICE_FN void nap_ns(uint32_t duration_ns) { asm volatile("nanosleep.u32 %0;" ::"r"(duration_ns) : "memory"); }
 
-// Wall clock, in steps of about a microsecond; the same rate whatever the SM clock does.
+// Wall clock, the same rate whatever the SM clock does; ticks every 32 ns on H200, about every microsecond elsewhere.
 MOE_TK_DEVICE_FN uint64_t now_ns() {
     uint64_t now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
     return now;
+}
+// Cycles of this multiprocessor.
+MOE_TK_DEVICE_FN uint32_t clock_cycles() {
+    uint32_t clock;
+    asm volatile("mov.u32 %0, %%clock;" : "=r"(clock)::"memory");
+    return clock;
+}
+// Dynamic shared memory of the launch.
+MOE_TK_DEVICE_FN uint32_t dynamic_shared_bytes() {
+    uint32_t bytes;
+    asm volatile("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes)::"memory");
+    return bytes;
 }
 
 // Neighbouring lanes move neighbouring words: 16 bytes each where addresses and length allow it, else 4, else 1.

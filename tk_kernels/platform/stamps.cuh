@@ -6,6 +6,10 @@
 
 #include <cstdint>
 
+#ifdef MOE_TK_TRACE
+#include "platform.hpp"
+#endif
+
 namespace moe_tk {
 
 enum class stamp_kind : uint32_t {  // moe_tk.trace.kinds names the same, in the same order
@@ -61,20 +65,10 @@ static_assert(sizeof(stamp_state) <= sizeof(stamp_room));
 // In the last bytes of the launch's shared memory: whoever sizes that has a stamp_room at its end, or padding behind one.
 __device__ __forceinline__ stamp_state &stamps() {
     extern __shared__ __align__(16) uint8_t stamps_dynamic_shared[];
-    uint32_t bytes;
-    asm("mov.u32 %0, %%dynamic_smem_size;" : "=r"(bytes));
-    return *reinterpret_cast<stamp_state *>(stamps_dynamic_shared + bytes - sizeof(stamp_room));
+    return *reinterpret_cast<stamp_state *>(stamps_dynamic_shared + platform::device_side::dynamic_shared_bytes() - sizeof(stamp_room));
 }
-__device__ __forceinline__ uint32_t stamp_clock() {
-    uint32_t clock;
-    asm volatile("mov.u32 %0, %%clock;" : "=r"(clock)::"memory");
-    return clock;
-}
-__device__ __forceinline__ uint64_t stamp_ns() {
-    uint64_t now;
-    asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");
-    return now;
-}
+__device__ __forceinline__ uint32_t stamp_clock() { return platform::device_side::clock_cycles(); }
+__device__ __forceinline__ uint64_t stamp_ns() { return platform::device_side::now_ns(); }
 
 // All threads of a block, before its first __syncthreads().
 template <class Call> __device__ __forceinline__ void stamps_begin(const Call &call, stamp_kernel kernel) {
