@@ -25,6 +25,7 @@ MODELS = {
     "nvlink": "calls over NVLink without a barrier: owners write rows into their receivers' memory",
     "nvlink_overlap": "the two GEMMs of a rank over NVLink, the second inside the first one's end",
     "nvlink_abort": "waits over NVLink that are given up while tiles of whatever data there is are on their way",
+    "nvlink_combine": "jobs and own tokens of two ranks over NVLink, from one list each",
     "mega": "Linear 1 and Linear 2 interleaved, with warm-up and ring",
     "abort": "death, abort and results, three ranks",
     "records": "wait records and the abort flag in a reordering memory",

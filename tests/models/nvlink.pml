@@ -183,10 +183,7 @@ proctype rank(bit r) {
             if
             :: ok ->
                 value = mem[ROW(r, 0)];
-                if
-                :: mem[ROW(r, 1)] != value -> value = GARBAGE
-                :: else
-                fi;
+                value = (mem[ROW(r, 1)] == value -> value : GARBAGE);  // torn
 #ifndef FAULT
                 assert(value == call)
 #endif
