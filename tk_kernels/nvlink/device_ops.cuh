@@ -43,11 +43,6 @@ __device__ __forceinline__ uint32_t fetch_inc_wrap_acq_rel_gpu(uint32_t *word, u
     asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(old) : "l"(word), "r"(most) : "memory");
     return old;
 }
-__device__ __forceinline__ uint32_t exchange_acq_rel_gpu(uint32_t *word, uint32_t value) {
-    uint32_t old;
-    asm volatile("atom.acq_rel.gpu.global.exch.b32 %0, [%1], %2;" : "=r"(old) : "l"(word), "r"(value) : "memory");
-    return old;
-}
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // Wall clock (ns), monotonic on one GPU.

@@ -119,13 +119,14 @@ __device__ __forceinline__ void let_routing_go_first(const open_globals &g, uint
 __device__ __forceinline__ void export_rows(const open_globals &g, uint32_t epoch) {
     const call_view &c = g.call;
     const int num_blocks = gridDim.x - OPEN_CLUSTER, block = blockIdx.x - OPEN_CLUSTER;
-    const int tokens = g.refused ? 0 : g.num_tokens;
     const uint32_t others = g.hidden_states == nullptr ? 0u : ~(1u << c.rank);  // a call without rows sends none
     if (threadIdx.x == 0) let_routing_go_first(g, epoch);
     const int from = int(threadIdx.x);
+    bool heard = true;
     if (g.export_waits && from < c.world && from != c.rank)
-        spin_until(c.posted(c.rank, from), epoch, c, {phase_id::exchange, role_id::send, from, from});
-    __syncthreads();
+        heard = spin_until(c.posted(c.rank, from), epoch, c, {phase_id::exchange, role_id::send, from, from});
+    // Given up: a rank that is late may still read what it was sent in the call before.
+    const int tokens = __syncthreads_and(heard) && !g.refused ? g.num_tokens : 0;
     for (int token = int(threadIdx.x / 32) * num_blocks + block; token < tokens; token += OPEN_WARPS * num_blocks) {
         const uint32_t ranks = wanted_by(g, token);
         if (threadIdx.x % 32 == 0) g.tables.contributors[token] = ranks;

@@ -20,11 +20,17 @@ struct wait_place {
     int producer;  // rank that would end the wait; the own one for local waits
 };
 
-// Files this rank's record at every rank, once, then tells everybody unless somebody told us.
+constexpr uint32_t TOLD_ALL = 1u << 31;  // of record_claim: the abort flags of all ranks are up
+
+// Files this rank's record at every rank, once, and tells everybody. Returns when that has been done, by whichever thread: what the
+// kernel goes on with may be wrong from here on, and whatever says that it is there must come after the flags.
 // Inlined: a call anywhere in a kernel makes the compiler serialise its wgmma.
 __device__ __forceinline__ void give_up(const call_view &c, wait_place place, uint32_t want, uint32_t seen, uint64_t waited_ns,
                                      abort_kind kind) {
-    if (exchange_acq_rel_gpu(c.record_claim, 1u) != 0) return;
+    if (fetch_add_acq_rel_gpu(c.record_claim, 1u) != 0) {
+        while (!(load_acquire_sys(c.record_claim) & TOLD_ALL)) nap_ns(100);  // the one that was first waits for nobody
+        return;
+    }
     protocol::wait_record record{};
     record.site = {protocol::op_id::moe_layer, place.phase, place.role, c.rank, int32_t(blockIdx.x), place.slot, place.producer};
     record.expected = want, record.seen = seen, record.kind = uint32_t(kind), record.epoch = *c.epoch_ptr;
@@ -37,6 +43,7 @@ __device__ __forceinline__ void give_up(const call_view &c, wait_place place, ui
         store_release_sys(&c.control(to)->abort_flag, uint32_t(to == c.rank ? kind : abort_kind::told_by_peer));
     }
     store_release_sys(&c.host->failed, uint32_t(kind));
+    fetch_add_acq_rel_gpu(c.record_claim, TOLD_ALL);
 }
 
 // Whoever hands out no result tells its host so, also where none of this rank's waits was given up: others may have told it
