@@ -21,6 +21,7 @@ struct wait_place {
 };
 
 constexpr uint32_t TOLD_ALL = 1u << 31;  // of record_claim: the abort flags of all ranks are up
+constexpr uint64_t TELL_LIMIT_NS = 1'000'000'000;  // for what takes microseconds: no wait is without an end
 
 // Files this rank's record at every rank, once, and tells everybody. Returns when that has been done, by whichever thread: what the
 // kernel goes on with may be wrong from here on, and whatever says that it is there must come after the flags.
@@ -28,7 +29,8 @@ constexpr uint32_t TOLD_ALL = 1u << 31;  // of record_claim: the abort flags of 
 __device__ __forceinline__ void give_up(const call_view &c, wait_place place, uint32_t want, uint32_t seen, uint64_t waited_ns,
                                      abort_kind kind) {
     if (fetch_add_acq_rel_gpu(c.record_claim, 1u) != 0) {
-        while (!(load_acquire_sys(c.record_claim) & TOLD_ALL)) nap_ns(100);  // the one that was first waits for nobody
+        const uint64_t begin = now_ns();  // the one that was first waits for nobody
+        while (!(load_acquire_sys(c.record_claim) & TOLD_ALL) && now_ns() - begin < TELL_LIMIT_NS) nap_ns(100);
         return;
     }
     protocol::wait_record record{};
