@@ -73,7 +73,7 @@ def test_task_lists_have_room_for_every_tile(name, tokens):
 
 
 def slab(tiles: torch.Tensor, col_block: int, block_n: int, part: int, panel: int, num_panels: int) -> torch.Tensor:
-    """What a loader gets: rows of one expert's tiles from where weights_at of engine/grouped_gemm.cuh points, zeros outside."""
+    """What a loader gets: rows of one expert's tiles from where weights_at of engine/gemm_memory.cuh points, zeros outside."""
     rows = tiles.reshape(-1, TILE_COLS)
     blocks, size = TILE_ROWS // block_n, block_n // 2
     first = (col_block // blocks * num_panels + panel) * TILE_ROWS + col_block % blocks * block_n + part * size
