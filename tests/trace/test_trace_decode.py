@@ -187,5 +187,5 @@ def test_numbers_here_are_those_of_the_header():
         assert where[native] == kind_number(ours), native
     assert re.search(r"STAMP_KERNELS = 3, STAMP_WRITERS = 12", text)
     assert (stamps.KERNELS, stamps.WRITERS, WRITERS) == (3, 12, 12)
-    assert re.search(rf"MAX_COL_GROUPS = {COLUMN_GROUPS};", (REPO / "tk_kernels/nvlink/call.cuh").read_text())
+    assert re.search(rf"MAX_COL_GROUPS = {COLUMN_GROUPS};", (REPO / "tk_kernels/nvlink/column_work.hpp").read_text())
     assert re.search(rf"OPEN_CLUSTER = {BUILD_BLOCKS};", (REPO / "tk_kernels/nvlink/tables.cuh").read_text())

@@ -42,6 +42,7 @@ struct fiber;
 struct meeting {  // of `need` fibers
     int need = 0, come = 0;
     std::vector<fiber *> waiting;
+    bool votes[3] = {true, true, true};  // of this vote, the next and the one before
 };
 struct warp {
     meeting all{32};
@@ -60,6 +61,7 @@ struct fiber {
     warp *of_warp = nullptr;
     meeting *of_block = nullptr, *of_cluster = nullptr;
     std::vector<std::vector<bulk_store>> store_groups{1};  // the last one is open
+    uint32_t voted = 0;
     bool done = false;
 };
 
@@ -132,6 +134,14 @@ inline uint32_t __match_any_sync(unsigned, int v) {
 }
 inline void __syncwarp() { emulator::exchange(0); }
 inline void __syncthreads() { emulator::meet(*emulator::current->of_block); }
+inline int __syncthreads_and(int predicate) {
+    emulator::meeting &block = *emulator::current->of_block;
+    const uint32_t vote = emulator::current->voted++ % 3;
+    block.votes[vote] &= predicate != 0;
+    block.votes[(vote + 1) % 3] = true;  // all have read it when they come to this vote
+    __syncthreads();
+    return block.votes[vote];
+}
 
 inline int __popc(uint32_t v) { return __builtin_popcount(v); }
 inline int __ffs(int v) { return __builtin_ffs(v); }
