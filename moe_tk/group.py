@@ -192,3 +192,13 @@ def _store_of(group: dist.ProcessGroup) -> Any:
         return dist.distributed_c10d._get_process_group_store(group)
     except (AttributeError, KeyError, RuntimeError):
         return None
+
+
+def group_is_gone(name: str, identity: int) -> bool:
+    """Whether the process group with this name and id() has been destroyed, or its name is another group's by now."""
+    if identity == id(None):
+        return False
+    try:
+        return id(torch.distributed.distributed_c10d._resolve_process_group(name)) != identity
+    except (RuntimeError, ValueError, LookupError):
+        return True

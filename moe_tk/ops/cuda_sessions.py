@@ -17,7 +17,7 @@ import torch
 
 from moe_tk.config import env
 from moe_tk.errors import MoETkError
-from moe_tk.group import RankGroup, resolve_group
+from moe_tk.group import RankGroup, group_is_gone, resolve_group
 from moe_tk.memory.nvlink_ops_layout import DenseGeometry, RoutedOpsGeometry
 from moe_tk.runtime.nvlink_ops import DenseSession, RoutedOpsSession, make_session
 from moe_tk.sizes import check_positive
@@ -122,21 +122,10 @@ def checked(op: str, ops: GroupOps, timeout_s: float, check: Callable[[], Any]) 
         raise
 
 
-def _is_gone(key: tuple) -> bool:
-    """Whether a group that sessions are held for has been destroyed (or its name is another group's by now)."""
-    name, identity, _ = key
-    if identity == id(None):
-        return False
-    try:
-        return id(torch.distributed.distributed_c10d._resolve_process_group(name)) != identity
-    except (RuntimeError, ValueError, LookupError):
-        return True
-
-
 def _ops_of(group: RankGroup, device: torch.device) -> GroupOps:
     key = (group.name, id(group.process_group), device)
     if key not in _held:
-        for old in [k for k in _held if _is_gone(k)]:
+        for old in [k for k in _held if group_is_gone(*k[:2])]:
             del _held[old]
         _held[key] = GroupOps(group, device)
     return _held[key]

@@ -15,7 +15,7 @@ import torch
 
 from moe_tk.config import env
 from moe_tk.errors import MoETkError
-from moe_tk.group import RankGroup
+from moe_tk.group import RankGroup, group_is_gone
 from moe_tk.memory.geometry import Geometry
 from moe_tk.runtime.calls import signature_of
 from moe_tk.runtime.session import SESSIONS, CallHeader, Session
@@ -48,22 +48,11 @@ class Agreement:
     tensors: tuple
 
 
-def _is_gone(key: tuple) -> bool:
-    """Whether a group that sessions are held for has been destroyed (or its name is another group's by now)."""
-    name, identity = key
-    if identity == id(None):
-        return False
-    try:
-        return id(torch.distributed.distributed_c10d._resolve_process_group(name)) != identity
-    except (RuntimeError, ValueError, LookupError):
-        return True
-
-
 def _sessions_of(group: RankGroup) -> dict[Any, Session]:
     """Sessions of this group; those of groups that have been destroyed are dropped when a new group comes."""
     key = (group.name, id(group.process_group))
     if key not in _held:
-        for old in [k for k in _held if _is_gone(k)]:
+        for old in [k for k in _held if group_is_gone(*k)]:
             del _held[old]
     return _held.setdefault(key, {})
 

@@ -23,6 +23,7 @@ from moe_tk.memory.nvlink_layout import OPEN_CLUSTER, NvlinkGeometry
 from moe_tk.runtime.faults import error_from, readable
 from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.records import write_records
+from moe_tk.runtime.session_cache import SessionCache, Wanted
 from moe_tk.runtime.stamps import StampBuffer
 from moe_tk.runtime.watch import LivenessWatch
 
@@ -193,40 +194,22 @@ class NvlinkSession:
         self.watch.close()
 
 
-class NvlinkSessionCache:
-    """Live sessions by (group, geometry, device). Layers keep them alive; a session goes when its last layer goes."""
+class NvlinkSessionCache(SessionCache[NvlinkSession]):
+    """Sessions of one class by (group, geometry, device, reserve_sms, traced)."""
 
-    def __init__(self, make: type[NvlinkSession] = NvlinkSession) -> None:
-        self._make = make
-        self._sessions: weakref.WeakValueDictionary[tuple, NvlinkSession] = weakref.WeakValueDictionary()
-        self._generation: dict[tuple, int] = {}
+    def __init__(self, kind: type[NvlinkSession] = NvlinkSession) -> None:
+        super().__init__()
+        self._kind = kind
 
     def get(self, group: RankGroup, geometry: NvlinkGeometry, *, device: torch.device, reserve_sms: int,
             traced: bool = False) -> NvlinkSession:
-        """The session of (group, geometry, device), made if any rank has none. A collective: all ranks ask together."""
-        timeout_s = env("MOE_TK_FIRST_CALL_TIMEOUT_S")
-        identity = (group.name, id(group.process_group))
-        key = (*identity, geometry, device, reserve_sms, traced)
-        session = self._sessions.get(key)
-        usable = session is not None and session.poisoned is None
-        with group.local_step("workspace: native module", timeout_s=timeout_s):
-            nvlink_module(traced)  # built before ranks wait for each other, so that nobody times out on a compiler
-        offer = {"have": session.generation if usable else 0, "last": self._generation.get(identity, 0),
-                 "key": (geometry.shared_key(), traced), "geometry": f"{geometry}{', traced' * traced}"}
-        offers = group.gather(offer, timeout_s=timeout_s, step="workspace: agree on one")
-        for rank, other in enumerate(offers):
-            if other["key"] != offers[0]["key"]:
-                raise MoETkError(f"workspace: rank 0 asked for {offers[0]['geometry']} but rank {rank} asked for "
-                                 f"{other['geometry']}: all ranks must make the same layers in the same order")
-        generation = 1 + max(other["last"] for other in offers)
-        if usable and all(other["have"] == offer["have"] for other in offers):
-            return session
-        self._generation[identity] = generation
-        session = self._make(group, geometry, device=device, generation=generation, reserve_sms=reserve_sms, timeout_s=timeout_s,
-                             traced=traced)
-        weakref.finalize(session, session.watch.close)
-        self._sessions[key] = session
-        return session
+        """The session of (group, geometry, device). A collective; see SessionCache.agree."""
+        limit = env("MOE_TK_FIRST_CALL_TIMEOUT_S")
+        wanted = Wanted((geometry, device, reserve_sms, traced), (geometry.shared_key(), traced),
+                        f"{geometry}{', traced' * traced}")
+        return self.agree(group, wanted, prepare=lambda: nvlink_module(traced), timeout_s=limit,
+                          make=lambda generation: self._kind(group, geometry, device=device, generation=generation,
+                                                             reserve_sms=reserve_sms, timeout_s=limit, traced=traced))
 
 
 NVLINK_SESSIONS = NvlinkSessionCache()

@@ -21,6 +21,7 @@ from moe_tk.memory.workspace import Workspace
 from moe_tk.runtime.faults import OPS, error_from, op_code, readable
 from moe_tk.runtime.host import host_module
 from moe_tk.runtime.records import write_records
+from moe_tk.runtime.session_cache import SessionCache, Wanted
 from moe_tk.runtime.watch import LivenessWatch
 
 EXIT_GRACE_S = 1.0    # how long the end of the program waits for a call in another thread
@@ -188,43 +189,17 @@ class Session:
             self.workspace.close()
 
 
-class SessionCache:
-    """Live sessions by (group, geometry). Layers keep them alive; a session goes when its last layer goes."""
-
-    def __init__(self) -> None:
-        self._sessions: weakref.WeakValueDictionary[tuple, Session] = weakref.WeakValueDictionary()
-        self._generation: dict[tuple, int] = {}
+class HostSessionCache(SessionCache[Session]):
+    """Sessions by (group, geometry)."""
 
     def get(self, group: RankGroup, geometry: Geometry, *, timeout_s: float | None = None) -> Session:
-        """The session of (group, geometry), made if any rank has none. A collective: all ranks ask together.
-
-        Raises MoETkError on all ranks when they ask for different geometries.
-        """
-        timeout_s = timeout_s or env("MOE_TK_FIRST_CALL_TIMEOUT_S")
-        identity = (group.name, id(group.process_group))
-        key = (*identity, geometry)
-        session = self._sessions.get(key)
-        usable = session is not None and session.poisoned is None
-        with group.local_step("workspace: native module", timeout_s=timeout_s):
-            host_module()  # built before ranks wait for each other, so that nobody times out on a compiler
-        offer = {"have": session.generation if usable else 0, "last": self._generation.get(identity, 0),
-                 "key": geometry.shared_key(), "geometry": str(geometry)}
-        offers = group.gather(offer, timeout_s=timeout_s, step="workspace: agree on one")
-        for rank, other in enumerate(offers):
-            if other["key"] != offers[0]["key"]:
-                raise MoETkError(f"workspace: rank 0 asked for {offers[0]['geometry']} but rank {rank} asked for "
-                                 f"{other['geometry']}: all ranks must make the same layers in the same order")
-        generation = 1 + max(other["last"] for other in offers)
-        if usable and all(other["have"] == offer["have"] for other in offers):
-            return session
-        self._generation[identity] = generation
-        session = Session(group, geometry, generation=generation, timeout_s=timeout_s)
-        weakref.finalize(session, session.watch.close)
-        self._sessions[key] = session
-        return session
+        """The session of (group, geometry). A collective; see SessionCache.agree."""
+        limit = timeout_s or env("MOE_TK_FIRST_CALL_TIMEOUT_S")
+        return self.agree(group, Wanted((geometry,), geometry.shared_key(), str(geometry)), prepare=host_module, timeout_s=limit,
+                          make=lambda generation: Session(group, geometry, generation=generation, timeout_s=limit))
 
 
-SESSIONS = SessionCache()
+SESSIONS = HostSessionCache()
 
 
 @atexit.register
