@@ -14,6 +14,7 @@ import shlex
 import statistics
 import sys
 from collections.abc import Callable
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
@@ -21,14 +22,12 @@ import torch.distributed as dist
 
 import moe_tk
 from moe_tk import reference
+from moe_tk.bench.shapes import SHAPES
 from moe_tk.ops.gemm_weights import dequantise_rows, dequantise_weights, quantise_rows
 from moe_tk.runtime.nvlink_fp8 import quantised
 from moe_tk.runtime.nvlink_session import GATHER, OPEN, SCATTER
 from moe_tk.weights import shard_weights
 
-SHAPES = {  # hidden, intermediate, experts, top_k
-    "seed": (4096, 3072, 64, 8), "qwen3-30b-a3b": (2048, 768, 128, 8), "deepseek-v3": (7168, 2048, 256, 8),
-    "deepseek-v4-flash": (4096, 2048, 256, 6), "mixtral-8x7b": (4096, 14336, 8, 2)}
 STAGES = {"open": OPEN, "open_gather": OPEN | GATHER, "all": OPEN | GATHER | SCATTER, "gemm1": GATHER, "gemm2": SCATTER}
 CHECKED_TOKENS = 64
 WARM_UP = 3
@@ -115,7 +114,7 @@ class Bench:
 
 def floor_us(shape: str, mode: str, tokens: int, world: int, dtype: str) -> float:
     """The larger of the times of the FLOPs and of the weights, all of them touched."""
-    hidden, inter, experts, top_k = SHAPES[shape]
+    _, hidden, inter, experts, top_k = astuple(SHAPES[shape])
     flops = tokens * top_k * 6 * hidden * inter  # EP: a rank's share of all pairs; TP: all pairs, a share of the columns
     weights = experts * 3 * hidden * inter * DTYPES[dtype].itemsize / world
     return max(flops / FLOPS_PER_S[dtype], weights / BYTES_PER_S) * 1e6
@@ -135,7 +134,7 @@ def load(layer: moe_tk.MoELayer, w13: torch.Tensor, w2: torch.Tensor, part: dict
 
 def measure(shape: str, mode: str, args: argparse.Namespace, device: torch.device) -> list[dict]:
     """Lines of one layer."""
-    hidden, inter, experts, top_k = SHAPES[shape]
+    _, hidden, inter, experts, top_k = astuple(SHAPES[shape])
     layer = moe_tk.MoELayer(num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=inter, mode=mode,
                             max_tokens_per_rank=max(args.tokens), protocol="nvlink", pattern="two_kernel", device=device,
                             dtype=DTYPES[args.dtype])

@@ -15,20 +15,19 @@ import statistics
 import subprocess
 import sys
 import time
+from dataclasses import astuple
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 import moe_tk
+from moe_tk.bench.shapes import SHAPES
 from moe_tk.memory.nvlink_layout import ROW_BLOCKS
 from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.nvlink_session import COMBINE, GEMM1, GEMM2, OPEN, PULL
 from moe_tk.schedule import make_routing
 
-SHAPES = {  # hidden, intermediate, experts, top_k
-    "seed": (4096, 3072, 64, 8), "qwen3-30b-a3b": (2048, 768, 128, 8), "olmoe": (2048, 1024, 64, 8),
-    "deepseek-v3": (7168, 2048, 256, 8), "deepseek-v4-flash": (4096, 2048, 256, 6), "mixtral-8x7b": (4096, 14336, 8, 2)}
 PATTERNS = ("two_kernel", "serial")
 PARTS = {"open": OPEN, "open_pull": OPEN | PULL, "gemm1": GEMM1, "gemm2": GEMM2, "open_combine": OPEN | COMBINE,
          "open_pull_combine": OPEN | PULL | COMBINE}
@@ -121,7 +120,7 @@ class Line:
 
 def measure(shape: str, mode: str, args: argparse.Namespace, device: torch.device) -> list[dict]:
     """Lines of one layer."""
-    hidden, inter, experts, top_k = SHAPES[shape]
+    _, hidden, inter, experts, top_k = astuple(SHAPES[shape])
     layer = moe_tk.MoELayer(num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=inter, mode=mode,
                             max_tokens_per_rank=max(args.tokens), protocol="nvlink", device=device)
     draw = torch.Generator(device=device).manual_seed(layer.group.rank)
