@@ -184,10 +184,12 @@ LAYER_CASES = [
     Case(2048, 8, 64, (2048, 1000), "tp", 128, 4, hidden=2048, inter=768)]
 
 
-def layer_against_reference(ranks: Ranks) -> None:
-    """The layer against float64, for every routing with poisoned buffers, and bitwise equal when repeated."""
+def layer_against_reference(ranks: Ranks, **settings: object) -> None:
+    """The layer against float64, for every routing with poisoned buffers, and bitwise equal when repeated; settings: of its calls."""
     for case in LAYER_CASES:
         layer = case.layer(ranks)
+        for name, value in settings.items():
+            setattr(layer._calls, name, value)
         for seed in range(2):
             data = Data(case, ranks, seed)
             data.load(layer)
@@ -209,6 +211,11 @@ def layer_against_reference(ranks: Ranks) -> None:
                 first = data.error(layer(x, ids, weights.bfloat16()), (x, ids, weights.bfloat16()))
                 assert first <= BUDGET, f"{case}: bfloat16 routing weights"
         assert layer.memory.total == layer.session.workspace.allocated_bytes
+
+
+def consumers_place(ranks: Ranks) -> None:
+    """The same with the first rows placed by GEMM 1's consumers, and GEMM 2 in two passes."""
+    layer_against_reference(ranks, consumers_place=True, passes=2)
 
 
 SMALL = Case(512, 4, 32, (512,), hidden=1024, inter=256)
