@@ -18,7 +18,7 @@ build() {
 checks() {  # what a change of the kernels breaks first; the suite has the rest
     timeout 60 "$python" -c '
 from tests.cuda.ranks import run_ranks
-for names in ("tables,layer_against_reference,graphs,refusals", "consumers_place", "checks_serial:against_reference,checks_serial:mixed_patterns,checks_serial:missing_rank",
+for names in ("tables,layer_against_reference,graphs,refusals", "movers_place", "checks_serial:against_reference,checks_serial:mixed_patterns,checks_serial:missing_rank",
               "checks_fp8:sent_rows,checks_fp8:layer_against_reference", "checks_ops:dense,checks_ops:routed"):
     try:
         print(run_ranks(names, timeout_s=40), flush=True)
@@ -27,7 +27,7 @@ for names in ("tables,layer_against_reference,graphs,refusals", "consumers_place
 }
 layer() {
     ranks 30 benchmarks/nvlink_layer.py --shapes qwen3-30b-a3b,seed --modes ep,tp --graphs 1 --repeats 10 --json "$out/nvlink_layer.json"
-    ranks 20 benchmarks/nvlink_layer.py --shapes qwen3-30b-a3b --modes ep --graphs 1 --repeats 10 --consumers-place --json "$out/nvlink_consumers.json"
+    ranks 20 benchmarks/nvlink_layer.py --shapes qwen3-30b-a3b --modes ep --graphs 1 --repeats 10 --movers-place --json "$out/nvlink_movers.json"
 }
 patterns() {
     ranks 35 benchmarks/nvlink_patterns.py --shapes qwen3-30b-a3b,seed,mixtral-8x7b,deepseek-v4-flash,deepseek-v3 --modes ep,tp \

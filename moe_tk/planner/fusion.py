@@ -10,7 +10,7 @@ from moe_tk.planner.accounts import MIN_CEILING, MIN_WAVES, ceiling, waves
 from moe_tk.planner.machine import Machine
 
 ELEMENT_BYTES = 2     # bf16
-LARGE_TILE_ROWS = 96  # mean rows of an expert from which row blocks of 128 are used on CUDA, of 64 below
+LARGE_TILE_ROWS = 48  # mean rows of an expert from which row blocks of 128 are used on CUDA, of 64 below
 COLUMN_BLOCK = 256    # of the fused tiles
 SAMPLES = (16, 64, 256, 512, 1024, 2048, 4096, 8192)  # tokens of a rank for which a plan is explained
 

@@ -81,7 +81,7 @@ class NvlinkLayer:
         self.geometry, self.device, self.timeout_s = geometry, device, timeout_s
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
         self.segments, self.row_block, self.pattern, self.passes, self.traced = segments, row_block, pattern, passes, traced
-        self.consumers_place = False  # consumers of GEMM 1 place the first rows: never run on a GPU (docs/performance.md)
+        self.consumers_place = True  # consumers of GEMM 1 place the first rows; False only to see what that gains
         self.mover_blocks = 0  # blocks whose mover warp moves rows in GEMM 1; 0: all, which is right except to see what they cost
         self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms, traced=traced)
         self.w13: Tensor | None = None

@@ -213,9 +213,9 @@ def layer_against_reference(ranks: Ranks, **settings: object) -> None:
         assert layer.memory.total == layer.session.workspace.allocated_bytes
 
 
-def consumers_place(ranks: Ranks) -> None:
-    """The same with the first rows placed by GEMM 1's consumers, and GEMM 2 in two passes."""
-    layer_against_reference(ranks, consumers_place=True, passes=2)
+def movers_place(ranks: Ranks) -> None:
+    """The same with all rows placed by movers, and GEMM 2 in two passes."""
+    layer_against_reference(ranks, consumers_place=False, passes=2)
 
 
 SMALL = Case(512, 4, 32, (512,), hidden=1024, inter=256)
