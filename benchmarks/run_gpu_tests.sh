@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # All tests marked gpu or multi_gpu, with a log for benchmarks/results. Run from the root of the checkout.
 #   benchmarks/run_gpu_tests.sh LOG [LIMIT_S [pytest arguments]]   e.g. ... gpu_tests.txt 240 tests/cuda tests/layer
-# LOG gets commit, date, GPUs, driver, versions, every test with its outcome, and counts by file. COMMIT names the commit where the
-# checkout has no .git. Ends with pytest's status (124: the limit was over). Reads the GPUs' settings and changes none.
+# LOG gets commit, date, GPUs, driver, versions, every test with its outcome, each failure as it happens, the slowest tests, and counts
+# by file. COMMIT names the commit where the checkout has no .git. Ends with pytest's status; 124: the limit was over, and pytest was
+# interrupted, so that it still says what was slow, and ends its ranks. Reads the GPUs' settings and changes none.
 set -u
 log=${1:?usage: benchmarks/run_gpu_tests.sh LOG [LIMIT_S [pytest arguments]]}
 limit=${2:-600}
@@ -34,8 +35,8 @@ END {
     echo "command: pytest -m 'gpu or multi_gpu' $*"
 } | tee "$log"
 began=$SECONDS
-timeout --kill-after=10 "$limit" "$python" -m pytest -v -p no:cacheprovider -m "gpu or multi_gpu" --tb=short \
-    --durations=15 "$@" 2>&1 | tee -a "$log"
+timeout --signal=INT --kill-after=10 "$limit" "$python" -m pytest -v -p no:cacheprovider -p tests.at_once -m "gpu or multi_gpu" \
+    --tb=short --durations=30 "$@" 2>&1 | tee -a "$log"
 status=${PIPESTATUS[0]}
 {
     echo "=== by file"

@@ -185,7 +185,7 @@ LAYER_CASES = [
 
 
 def layer_against_reference(ranks: Ranks, **settings: object) -> None:
-    """The layer against float64, for every routing with poisoned buffers, and bitwise equal when repeated; settings: of its calls."""
+    """The layer against float64, for every routing with poisoned buffers, bitwise equal when repeated; settings: of its calls."""
     for case in LAYER_CASES:
         layer = case.layer(ranks)
         for name, value in settings.items():
