@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # All tests marked gpu or multi_gpu, with a log for benchmarks/results. Run from the root of the checkout.
-#   benchmarks/run_gpu_tests.sh LOG [LIMIT_S [pytest arguments]]   e.g. ... gpu_tests.txt 240 tests/cuda tests/layer
+#   benchmarks/run_gpu_tests.sh LOG [LIMIT_S [pytest arguments]]   e.g. ... gpu_tests.txt 300 tests/cuda tests/layer
+# All modules are built first, side by side; that is not in the limit.
 # LOG gets commit, date, GPUs, driver, versions, every test with its outcome, each failure as it happens, the slowest tests, and counts
 # by file. COMMIT names the commit where the checkout has no .git. Ends with pytest's status; 124: the limit was over, and pytest was
 # interrupted, so that it still says what was slow, and ends its ranks. Reads the GPUs' settings and changes none.
@@ -33,6 +34,7 @@ END {
     echo "GPUs:    $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | sort | uniq -c | sed 's/^ *//')"
     echo "python:  $("$python" -c "$versions")"
     echo "command: pytest -m 'gpu or multi_gpu' $*"
+    "$python" -m tests.build_modules 2>&1
 } | tee "$log"
 began=$SECONDS
 timeout --signal=INT --kill-after=10 "$limit" "$python" -m pytest -v -p no:cacheprovider -p tests.at_once -m "gpu or multi_gpu" \
