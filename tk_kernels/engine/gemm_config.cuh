@@ -25,6 +25,8 @@ struct gemm_config {
     // Weights [N, K] as they are, or cut into tiles of WEIGHT_TILE_ROWS x PANEL_K that lie one after the other, K first, so
     // that each load is one run of memory. Measured in e4m3 with few tokens: as fast as rows of 128 bytes that lie apart.
     static constexpr bool TILED_WEIGHTS = false;
+    // Arrivals that fill a stage: the thread that loads by TMA, and others that copy (nvlink/gather_rows.cuh).
+    static constexpr int LOADERS = 1;
     // e4m3: a scale for each row and 128 of K, one for each 128 x 128 of the weights; sums are promoted with them every
     // 128 of K, 128 columns at a time.
     static constexpr bool SCALED = sizeof(T) == 1;

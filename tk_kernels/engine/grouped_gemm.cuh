@@ -21,12 +21,18 @@ template <class Cfg, class Shared> __device__ __forceinline__ void finish_inputs
     }
 }
 
+// Waits until a stage is filled, by TMA alone or by copies too: those are behind the generic proxy, wgmma reads behind the other.
+template <class Cfg, class Shared> __device__ __forceinline__ void await_inputs(Shared &s, const ring_position<Cfg::STAGES> &at) {
+    wait(s.inputs_arrived[at.stage], at.phase);
+    if constexpr (Cfg::LOADERS > 1) fence_proxy_async_shared();
+}
+
 template <class Cfg, class Shared, int N>
 __device__ __forceinline__ void multiply(Shared &s, ring_position<Cfg::STAGES> &at, int num_k_blocks, int wg, rt_fl<16, N> &acc) {
     int previous = 0;
     warpgroup::mma_fence(acc);
     for (int k = 0; k < num_k_blocks; ++k) {
-        wait(s.inputs_arrived[at.stage], at.phase);
+        await_inputs<Cfg>(s, at);
         auto &in = s.inputs[at.stage];
         warpgroup::mma_fence();
 #pragma unroll
@@ -87,7 +93,7 @@ __device__ __forceinline__ void multiply_scaled(const G &g, Shared &s, ring_posi
     rt_fl<16, PART> partial;
     for (int k = 0; k < num_k_blocks; ++k, at.advance()) {
         float2 col_scale = __ldg(g.scales.weights + col_scale_at);
-        wait(s.inputs_arrived[at.stage], at.phase);
+        await_inputs<Cfg>(s, at);
         auto &in = s.inputs[at.stage];
         const auto &scales = s.token_scales[at.stage];
         const float row_scale[2] = {scales[row], scales[row + 8]};

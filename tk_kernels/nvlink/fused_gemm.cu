@@ -7,9 +7,9 @@ namespace {
 
 // One output buffer per warpgroup where the mover's ring needs the room: SwiGLU has half as many columns to store.
 //                                               type  M    N  stages  warpgroups M x N  cluster  output buffers
-using gather_128 = fused_config<gemm_config<bf16, 128, 256, 4, 2, 1, 2, 1>>;
+using gather_128 = gathering_config<fused_config<gemm_config<bf16, 128, 256, 4, 2, 1, 2, 2>>>;
 using scatter_128 = fused_config<gemm_config<bf16, 128, 256, 4, 2, 1, 2, 2>>;
-using gather_64 = fused_config<gemm_config<bf16, 64, 256, 4, 1, 2, 1, 1>>;
+using gather_64 = gathering_config<fused_config<gemm_config<bf16, 64, 256, 5, 1, 2, 1, 1>>>;
 using scatter_64 = fused_config<gemm_config<bf16, 64, 256, 5, 1, 2, 1, 1>>;
 
 }  // namespace

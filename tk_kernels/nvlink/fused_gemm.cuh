@@ -26,6 +26,7 @@ template <class T> struct mover_of {
     using push = count_push;
     using params = pull_params<T>;
     using shared = pull_shared<T>;
+    static constexpr bool LOADS = false;
     __device__ static void init(shared &s) { init_pull(s); }
     __device__ static void run(const call_view &c, const params &p, shared &s) {
         if (blockIdx.x < p.mover_blocks) row_puller<T>(c, p, s).run();
@@ -80,7 +81,8 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;
         if (role == 0) {
-            if (kittens::elect_one()) load_tasks<Cfg, typename Mover::gate>(g, s.gemm, rank, num_k_blocks);
+            if constexpr (Mover::LOADS) Mover::load(g, p, s.mover, s.gemm, rank, num_k_blocks);
+            else if (kittens::elect_one()) load_tasks<Cfg, typename Mover::gate>(g, s.gemm, rank, num_k_blocks);
         } else if (role <= Cfg::CONSUMER_WGS) {
             store_tasks<Cfg, Epilogue, typename Mover::push>(g, s.gemm, rank, role - 1);
         } else if (role == 3) {

@@ -9,9 +9,9 @@ using kittens::fp8e4m3;
 
 // SwiGLU quantises 256 columns of one warpgroup, so blocks of 64 rows have one warpgroup.
 //                                                   type  M    N  stages  warpgroups M x N  cluster  output buffers
-using gather_128 = fused_config<gemm_config<fp8e4m3, 128, 256, 4, 2, 1, 2, 1>, 72>;
+using gather_128 = gathering_config<fused_config<gemm_config<fp8e4m3, 128, 256, 4, 2, 1, 2, 1>, 72>>;
 using scatter_128 = fused_config<gemm_config<fp8e4m3, 128, 256, 4, 2, 1, 2, 2>>;
-using gather_64 = fused_config<gemm_config<fp8e4m3, 64, 256, 5, 1, 1, 1, 1>>;
+using gather_64 = gathering_config<fused_config<gemm_config<fp8e4m3, 64, 256, 5, 1, 1, 1, 1>>>;
 using scatter_64 = fused_config<gemm_config<fp8e4m3, 64, 256, 5, 1, 1, 1, 2>>;
 
 }  // namespace

@@ -3,6 +3,7 @@
 
 #include "../patterns/grouped_gemm.cuh"
 #include "fused_gemm.cuh"
+#include "gather_rows.cuh"
 #include "role_params.cuh"
 
 namespace moe_tk::nvlink {
@@ -46,8 +47,8 @@ void launch(Kernel kernel, int num_sms, int threads, int cluster, int smem, bool
 }
 
 template <class Gather, class Scatter> void prepare() {
-    check_cuda(cudaFuncSetAttribute(gather_gemm<Gather, activation_epilogue<Gather>>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    gather_shared_bytes<Gather>()), "gather_gemm");
+    check_cuda(cudaFuncSetAttribute(gather_gemm<Gather, activation_epilogue<Gather>, row_gather<Gather>>,
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize, gather_shared_bytes<Gather, row_gather<Gather>>()), "gather_gemm");
     check_cuda(cudaFuncSetAttribute(gemm_scatter<Scatter>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     shared_bytes<Scatter, bf16>()), "gemm_scatter");
 }
@@ -66,19 +67,12 @@ template <class Cfg> typename activation_epilogue<Cfg>::params make_activation(c
 
 template <class Cfg> void launch_gather(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
     using T = typename Cfg::T;
-    const auto globals = make_globals<Cfg, arrival_gate, activation_epilogue<Cfg>, count_push>(
-        w, w.rows, w.call.hidden, call.w13, 2 * w.intermediate, w.activated, {w.call, w.counters.arrived},
-        make_activation<Cfg>(w, call), {w.counters.l1_done}, w.tables.tasks1, COUNT_TASKS1,
-        make_scales<Cfg>(w, w.slot_scales, call.w13_scales, 2 * w.intermediate));
-    const pull_params<T> pull{.tokens = static_cast<const T *>(Cfg::SCALED ? nullptr : call.hidden_states),
-                           .gathered = static_cast<T *>(w.rows), .scales = w.slot_scales, .scales_stride = w.max_slots,
-                           .counts = w.tables.counts, .delivery_order = w.tables.delivery_order, .slots = w.tables.slots,
-                           .arrived = w.counters.arrived, .next_row = w.counters.next_row, .row_block = Cfg::BLOCK_M,
-                           .col_blocks = kittens::ceil_div(2 * w.intermediate, Cfg::BLOCK_N),
-                           .consumers_place = call.consumers_place,
-                           .mover_blocks = unsigned(call.mover_blocks > 0 ? call.mover_blocks : w.num_sms)};
-    launch(gather_gemm<Cfg, activation_epilogue<Cfg>>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(), behind, stream,
-           globals, pull);
+    const auto globals = make_globals<Cfg, sources_gate, activation_epilogue<Cfg>, count_push>(
+        w, w.rows, w.call.hidden, call.w13, 2 * w.intermediate, w.activated, {w.call}, make_activation<Cfg>(w, call), {w.counters.l1_done},
+        w.tables.tasks1, COUNT_TASKS1, make_scales<Cfg>(w, w.slot_scales, call.w13_scales, 2 * w.intermediate));
+    const gather_params<T> rows{.tokens = static_cast<const T *>(Cfg::SCALED ? nullptr : call.hidden_states), .slot_pair = w.tables.slot_pair};
+    launch(gather_gemm<Cfg, activation_epilogue<Cfg>, row_gather<Cfg>>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER,
+           gather_shared_bytes<Cfg, row_gather<Cfg>>(), behind, stream, globals, rows);
 }
 
 template <class Cfg, int GATHER_COLS> void launch_scatter(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
@@ -96,7 +90,7 @@ template <class Cfg, int GATHER_COLS> void launch_scatter(const workspace_view &
 
 template <class Gather, class Scatter> constexpr fused_variant make_fused(const char *name) {
     static_assert(Gather::BLOCK_M == Scatter::BLOCK_M, "both GEMMs of a call share the slots and their row blocks");
-    return {name, Gather::BLOCK_M, Gather::BLOCK_N, Scatter::BLOCK_N, gather_shared_bytes<Gather>(), shared_bytes<Scatter, bf16>(),
+    return {name, Gather::BLOCK_M, Gather::BLOCK_N, Scatter::BLOCK_N, gather_shared_bytes<Gather, row_gather<Gather>>(), shared_bytes<Scatter, bf16>(),
             prepare<Gather, Scatter>, launch_gather<Gather>, launch_scatter<Scatter, Gather::BLOCK_N>};
 }
 

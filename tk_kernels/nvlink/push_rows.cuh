@@ -35,6 +35,7 @@ struct pushed_gate {
 struct push_mover {
     using gate = pushed_gate;
     using push = no_push;
+    static constexpr bool LOADS = false;
     struct params {
         const uint4 *x;       // [num_tokens, H] of this rank
         const uint32_t *words;
