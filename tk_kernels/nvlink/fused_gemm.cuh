@@ -80,11 +80,12 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
     if (warp >= Cfg::CONSUMER_WARPS) {
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;
-        if (role == 0) {
-            if constexpr (Mover::LOADS) Mover::load(g, p, s.mover, s.gemm, rank, num_k_blocks);
-            else if (kittens::elect_one()) load_tasks<Cfg, typename Mover::gate>(g, s.gemm, rank, num_k_blocks);
-        } else if (role <= Cfg::CONSUMER_WGS) {
+        if (role > 0 && role <= Cfg::CONSUMER_WGS) {
             store_tasks<Cfg, Epilogue, typename Mover::push>(g, s.gemm, rank, role - 1);
+        } else if constexpr (Mover::LOADS) {
+            if (role == 0 || role == 3) Mover::load(g, p, s.mover, s.gemm, rank, num_k_blocks, role == 3);
+        } else if (role == 0) {
+            if (kittens::elect_one()) load_tasks<Cfg, typename Mover::gate>(g, s.gemm, rank, num_k_blocks);
         } else if (role == 3) {
             Mover::run(g.gate.call, p, s.mover);
         }

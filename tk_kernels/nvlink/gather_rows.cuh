@@ -1,4 +1,4 @@
-// The loader of gather_gemm where rows lie where their owners keep or have sent them: one warp copies the row of each slot straight
+// The loaders of gather_gemm where rows lie where their owners keep or have sent them: two warps copy the row of each slot straight
 // into the stages (cp.async), so that nobody has to bring an expert's rows together first. Weights go by TMA, as in load_tasks.
 #pragma once
 
@@ -8,9 +8,11 @@
 
 namespace moe_tk::nvlink {
 
-// A configuration whose stages are filled by a warp: its lanes arrive with their copies, and the first of them with the weights.
+constexpr int GATHER_WARPS = 2;  // one alone does not keep up with 128 rows a stage
+
+// A configuration whose stages are filled by warps: their lanes arrive with their copies, and one more time with the weights.
 template <class Base> struct gathering_config : Base {
-    static constexpr int LOADERS = 1 + kittens::WARP_THREADS;
+    static constexpr int LOADERS = 1 + GATHER_WARPS * kittens::WARP_THREADS;
 };
 
 template <class T> struct gather_params {
@@ -18,9 +20,10 @@ template <class T> struct gather_params {
     const int *slot_pair;  // [slots] pair (rank, token, choice) of each slot
 };
 
-// Where the rows of a tile lie: of the one under way and of the next one.
+// Where the rows of a tile lie: of the one under way and of the next one, by warp.
 struct gather_shared_rows {
-    const uint8_t *row[2][128];
+    static constexpr int MOST = 128;  // rows of a block
+    const uint8_t *row[GATHER_WARPS][2][MOST / GATHER_WARPS];
 };
 
 // Row of a pair, in this rank's tensor or in what its owner has sent.
@@ -39,95 +42,114 @@ __device__ __forceinline__ void wait_for_rows(const call_view &c) {
     __syncwarp();
 }
 
+// One of the warps. Rows are dealt out in batches of 16.
 template <class Cfg> class row_gatherer {
   public:
     using T = typename Cfg::T;
 
-    __device__ row_gatherer(const call_view &c, const gather_params<T> &p, gather_shared_rows &rows)
-        : c_(c), p_(p), rows_(rows), lane_(kittens::laneid()) {}
+    __device__ row_gatherer(const call_view &c, const gather_params<T> &p, gather_shared_rows &rows, int part)
+        : c_(c), p_(p), rows_(rows), part_(part), lane_(kittens::laneid()) {}
 
     template <class G, class Shared> __device__ void run(const G &g, Shared &s, int rank, int num_k_blocks) {
         ring_position<Cfg::STAGES> at;
-        bool waited = false, noted = false;
+        bool waited = false;
         int buffer = 0;
         const int num_panels = Cfg::PANELS == 1 ? num_k_blocks : kittens::ceil_div(int(g.tokens.cols), Cfg::PANEL_K);
-        const auto load_weights = [&](const cluster_work &w, int k) {
+        const auto begin_stage = [&](const cluster_work &w, int k) {
             kittens::wait(s.inputs_finished[at.stage], at.phase ^ 1);
-            if (lane_ == 0) load_stage<Cfg, OPERAND_B>(g, s, at.stage, w, rank, k, num_panels, 0);
+            if (part_ == 0 && lane_ == 0) load_stage<Cfg, OPERAND_B>(g, s, at.stage, w, rank, k, num_panels, 0);
         };
         for_each_task_ahead<Cfg::CLUSTER>(g.tasks, Cfg::BLOCK_M, rank, [&](const cluster_work &w, bool more, const cluster_work &next) {
             int k = 0;
             if (!waited) {  // the weights of the first stages are on their way meanwhile
                 note(w.task, buffer);
                 ring_position<Cfg::STAGES> first = at;
-                for (; k < min(Cfg::STAGES, num_k_blocks); ++k, at.advance()) load_weights(w, k);
+                for (; k < min(Cfg::STAGES, num_k_blocks); ++k, at.advance()) begin_stage(w, k);
                 stamp_lap_warp(stamp_kind::load_ahead, stamp_tile(w.task));
                 wait_for_rows(c_);
                 waited = true;
                 stamp_lap_warp(stamp_kind::gate, stamp_tile(w.task));
                 for (int i = 0; i < k; ++i, first.advance()) load_rows(s, first.stage, w.task.rows, i, buffer);
             }
-            noted = false;
+            const int middle = max(k, num_k_blocks / 2);
             for (; k < num_k_blocks; ++k, at.advance()) {
-                load_weights(w, k);
+                begin_stage(w, k);
                 load_rows(s, at.stage, w.task.rows, k, buffer);
-                if (k != num_k_blocks / 2 || !more) continue;
-                note(next.task, buffer ^ 1);  // a read in front of a task's first load would be seen
-                noted = true;
+                if (k == middle && more) note(next.task, buffer ^ 1);  // a read in front of a task's first load would be seen
             }
-            if (more && !noted) note(next.task, buffer ^ 1);
+            if (middle == num_k_blocks && more) note(next.task, buffer ^ 1);
             buffer ^= 1;
             stamp_lap_warp(stamp_kind::load, stamp_tile(w.task));
         });
     }
 
   private:
+    static constexpr int BATCH = 16, PART_ROWS = Cfg::BLOCK_M / GATHER_WARPS;
+    static_assert(Cfg::BLOCK_M % (BATCH * GATHER_WARPS) == 0 && Cfg::BLOCK_M <= gather_shared_rows::MOST);
+
+    // Row of the block that is row i of this warp's.
+    __device__ int row_of(int i) const { return (i / BATCH * GATHER_WARPS + part_) * BATCH + i % BATCH; }
+
+    // Rows that are not there have the address of something that is.
     __device__ void note(const tile_task &t, int buffer) {
 #pragma unroll
-        for (int row = lane_; row < Cfg::BLOCK_M; row += kittens::WARP_THREADS)
-            if (row < t.rows) rows_.row[buffer][row] = row_of_pair(c_, p_.tokens, __ldg(p_.slot_pair + t.row_block * Cfg::BLOCK_M + row));
+        for (int i = lane_; i < PART_ROWS; i += kittens::WARP_THREADS) {
+            const int row = row_of(i);
+            rows_.row[part_][buffer][i] = row < t.rows ? row_of_pair(c_, p_.tokens, __ldg(p_.slot_pair + t.row_block * Cfg::BLOCK_M + row))
+                                                       : reinterpret_cast<const uint8_t *>(c_.base[c_.rank]);
+        }
         __syncwarp();
     }
 
-    // Eight lanes copy a row's 128 bytes of a panel, in the places where TMA would put them. Columns past the last one are zeros: the
+    // Eight lanes copy a row's 128 bytes of a panel, to the places where TMA would put them. Columns past the last one are zeros: the
     // weights are too there, but zero times what another tile has left may not be zero. What padding rows hold reaches no other row.
-    // ORDER stage_filled: the copies, then each lane's arrival, which comes when they are complete; consumers wait for all 33 arrivals
+    // ORDER stage_filled: the copies, then each lane's arrival, which comes when they are complete; consumers wait for all arrivals
     // and order wgmma (asynchronous proxy) behind the copies (generic proxy).
     template <class Shared> __device__ void load_rows(Shared &s, int stage, int rows, int k_block, int buffer) {
-        constexpr int ROW_BYTES = kittens::SWIZZLE_BYTES, GROUP = 8;  // rows of a swizzle pattern
-        const int chunk = lane_ % GROUP, row = lane_ / GROUP;         // of the first four rows of a group; then the other four
+        constexpr int ROW_BYTES = kittens::SWIZZLE_BYTES, COPIES = BATCH / 4;  // of a lane for a batch; the pattern repeats every 8 rows
+        const int chunk = lane_ % 8, row = lane_ / 8;
         const int row_end = c_.hidden * int(sizeof(T));
 #pragma unroll
         for (int p = 0; p < Cfg::PANELS; ++p) {
-            const uint32_t panel = kittens::shared_address(s.inputs[stage].a[p].data);
-            const uint32_t low = panel + row * ROW_BYTES + ((chunk ^ row) << 4), high = panel + (row + 4) * ROW_BYTES + ((chunk ^ (row + 4)) << 4);
+            const uint32_t panel = kittens::shared_address(s.inputs[stage].a[p].data) + part_ * BATCH * ROW_BYTES;
+            const uint32_t places[2] = {panel + row * ROW_BYTES + ((chunk ^ row) << 4), panel + (row + 4) * ROW_BYTES + ((chunk ^ (row + 4)) << 4)};
             const int first = (k_block * Cfg::PANELS + p) * ROW_BYTES + chunk * 16;
             const bool inside = first < row_end;
-#pragma unroll 2
-            for (int group = 0; group * GROUP < rows; ++group) {
-                const int at = group * GROUP + row;
-                if (at < rows) copy_16(low + group * GROUP * ROW_BYTES, rows_.row[buffer][at] + first, inside);
-                if (at + 4 < rows) copy_16(high + group * GROUP * ROW_BYTES, rows_.row[buffer][at + 4] + first, inside);
+            const uint8_t *const *from = rows_.row[part_][buffer] + row;
+#pragma unroll
+            for (int batch = 0; batch < PART_ROWS / BATCH; ++batch) {
+                const int begin = row_of(batch * BATCH);
+                if (begin >= rows) break;
+                const uint8_t *address[COPIES];
+#pragma unroll
+                for (int i = 0; i < COPIES; ++i) address[i] = from[batch * BATCH + 4 * i];
+#pragma unroll
+                for (int i = 0; i < COPIES; ++i)
+                    copy_16(places[i % 2] + (batch * GATHER_WARPS * BATCH + i / 2 * 8) * ROW_BYTES, address[i] + first,
+                            inside && begin + row + 4 * i < rows);
             }
         }
         if constexpr (Cfg::SCALED) {
             const uint32_t to = kittens::shared_address(s.token_scales[stage].data);
-            for (int at = lane_; at < rows; at += kittens::WARP_THREADS) copy_4(to + at * 4, rows_.row[buffer][at] + c_.hidden + k_block * 4);
+#pragma unroll
+            for (int i = lane_; i < PART_ROWS; i += kittens::WARP_THREADS)
+                if (row_of(i) < rows) copy_4(to + row_of(i) * 4, rows_.row[part_][buffer][i] + c_.hidden + k_block * 4);
         }
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(kittens::shared_address(&s.inputs_arrived[stage])) : "memory");
     }
-    // Nothing is read where not `real`: zeros are written.
+    // Nothing is read where not `real`: zeros are written. No clobber of memory, so that the next addresses are read meanwhile; the
+    // arrival behind them has it.
     __device__ static void copy_16(uint32_t to, const uint8_t *from, bool real) {
-        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0) : "memory");
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(real ? 16 : 0));
     }
     __device__ static void copy_4(uint32_t to, const uint8_t *from) {
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from));
     }
 
     const call_view &c_;
     const gather_params<T> &p_;
     gather_shared_rows &rows_;
-    const int lane_;
+    const int part_, lane_;
 };
 
 // What gather_gemm is told when its loader gathers: no mover, no gate by row block.
@@ -142,10 +164,9 @@ template <class Cfg> struct row_gather {
     static constexpr bool LOADS = true;
     __device__ static void init(shared &) {}
     template <class G, class Shared>
-    __device__ static void load(const G &g, const params &p, shared &rows, Shared &s, int rank, int num_k_blocks) {
-        row_gatherer<Cfg>(g.gate.call, p, rows).run(g, s, rank, num_k_blocks);
+    __device__ static void load(const G &g, const params &p, shared &rows, Shared &s, int rank, int num_k_blocks, int part) {
+        row_gatherer<Cfg>(g.gate.call, p, rows, part).run(g, s, rank, num_k_blocks);
     }
-    __device__ static void run(const call_view &, const params &, shared &) {}
     __device__ static void help(const call_view &, const params &) {}
 };
 
