@@ -176,7 +176,7 @@ def table_items(g: NvlinkGeometry) -> tuple[Item, ...]:
 
 
 def row_items(g: NvlinkGeometry) -> tuple[Item, ...]:
-    """Work buffers of one rank. GEMM 1 of a fused call reads rows where they lie; in bfloat16 a serial call gathers them in slot_rows."""
+    """Work buffers of one rank. GEMM 1 of a fused call reads rows where they lie; a serial call gathers them in slot_rows."""
     if g.quantised:
         return place([
             ("activated", (g.max_slots, g.padded_intermediate), 1, "output of GEMM 1"),

@@ -76,6 +76,7 @@ template <class Cfg> class row_gatherer {
 
     // Rows that are not there have the address of something that is.
     __device__ void note(const tile_task &t, int buffer) {
+        __syncwarp();  // the other lanes have read what this buffer held
 #pragma unroll
         for (int i = lane_; i < PART_ROWS; i += kittens::WARP_THREADS) {
             const int row = row_of(i);
