@@ -25,6 +25,7 @@ EMULATOR = Path(__file__).parent / "emulator"
 FOLDERS = ("nvlink", "engine", "platform", "protocol", "hooks")
 NOBODY_MOVES = 3_000_000  # naps in a row after which a call counts as stuck
 SMS = 4
+BUILD_OPTIONS = {"shared_bytes": 227 * 1024, "one_sender_pairs": 4096, "one_builder_pairs": 2048}  # as open_globals.cuh has them
 
 
 def build(folder: Path) -> tuple[ctypes.CDLL | None, str]:
@@ -145,7 +146,7 @@ class Emulation:
                 setattr(values, name, 0 if copy is None else copy.address)
             fields = {**rank.fields(bases), "out": out.data_ptr(), "num_tokens": len(a.x), "signature": 1,
                       "ids_are_64": a.ids.dtype == torch.int64, "weights_are_bf16": a.weights.dtype == torch.bfloat16,
-                      "takes_part": 1, "most_naps": 10**12, **a.options}
+                      "takes_part": 1, "most_naps": 10**12, **BUILD_OPTIONS, **a.options}
             values.bases[:len(bases)] = fields.pop("bases")
             for name, value in fields.items():
                 setattr(values, name, int(value))

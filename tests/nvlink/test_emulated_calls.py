@@ -20,6 +20,7 @@ E4M3 = torch.float8_e4m3fn
 TABLES = ("expert_offsets", "slot_pair", "block_target", "block_group", "delivery_order", "job_order", "chunk_expected",
           "expert_load", "token_counts")
 FAILED, VOID_REASON = 0, 1
+LITTLE_SHARED = 16 * 1024  # open_call takes pairs chunk by chunk
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,9 @@ def library(tmp_path_factory):
 def draw_options(draw: random.Random, quantised: bool, max_segments: int) -> dict[str, int]:
     """What a rank chooses for itself."""
     serial = not quantised and draw.random() < 0.3
-    return {"serial": serial, "row_block": draw.choice(ROW_BLOCKS), "gather_cols": draw.choice((128, 256)) if serial else 256,
+    build = {"shared_bytes": draw.choice((227 * 1024, LITTLE_SHARED)), "one_sender_pairs": draw.choice((0, 10**6)),
+             "one_builder_pairs": draw.choice((0, 10**6))}
+    return {**build, "serial": serial, "row_block": draw.choice(ROW_BLOCKS), "gather_cols": draw.choice((128, 256)) if serial else 256,
             "scatter_cols": draw.choice((128, 256)) if serial else 256, "passes": 1 if serial else draw.randint(1, 4),
             "segments": draw.randint(1, max_segments), "consumers_place": draw.random() < 0.5,
             "mover_blocks": draw.choice((0, 1, 2)), "cluster": draw.choice((1, 2))}

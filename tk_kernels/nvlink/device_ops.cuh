@@ -45,6 +45,11 @@ __device__ __forceinline__ uint32_t fetch_inc_wrap_acq_rel_gpu(uint32_t *word, u
 }
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
+// The two halves of a barrier of the cluster; whole warps.
+__device__ __forceinline__ void cluster_arrive_release() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait_acquire() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
 // Wall clock (ns), monotonic on one GPU.
 __device__ __forceinline__ uint64_t now_ns() {
     uint64_t now;

@@ -35,7 +35,10 @@ int live;
 
 void to_main() { emulator_switch(&current->stack_pointer, main_stack); }
 void entry() {
+    shared_block *shared = current->of_cluster ? &current->of_cluster->blocks[current->block.x] : nullptr;
+    if (shared) ++shared->begun;
     current->body();
+    if (shared) ++shared->ended;
     if (current->store_groups.size() > 1) fail("a thread ends before its bulk stores are complete");
     current->done = true;
     to_main();
