@@ -52,12 +52,12 @@ class NvlinkGeometry:
         if groups > MAX_GROUPS:
             raise ArgumentError(f"{self.max_segments} segment(s) of {self.num_local_experts} local experts are {groups} groups, "
                                 f"wanted at most {MAX_GROUPS}: use fewer segments, or more ranks in mode 'ep'")
-        if self.world * self.max_tokens > MAX_TOKENS:
-            raise ArgumentError(f"max_tokens_per_rank is {self.max_tokens}: {self.world} ranks would have {self.world * self.max_tokens} "
-                                f"tokens, wanted at most {MAX_TOKENS}; use fewer tokens per call")
         if self.max_slots * max(self.hidden // 8, 1) > INT32_MAX:
             raise ArgumentError(f"max_tokens_per_rank is {self.max_tokens}: {self.max_slots} slots of {self.hidden} elements are "
                                 "more than the kernels can index; use fewer tokens per call")
+        if self.world * self.max_tokens > MAX_TOKENS:
+            raise ArgumentError(f"max_tokens_per_rank is {self.max_tokens}: {self.world} ranks would have "
+                                f"{self.world * self.max_tokens} tokens, wanted at most {MAX_TOKENS}; use fewer tokens per call")
         if self.dtype not in DTYPES:
             raise ArgumentError(f"dtype is {self.dtype}, wanted one of {', '.join(DTYPES)} on the CUDA back end")
         if self.quantised:

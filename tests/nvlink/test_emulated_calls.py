@@ -34,9 +34,10 @@ def library(tmp_path_factory):
 def draw_options(draw: random.Random, quantised: bool, max_segments: int) -> dict[str, int]:
     """What a rank chooses for itself."""
     serial = not quantised and draw.random() < 0.3
-    build = {"shared_bytes": draw.choice((227 * 1024, LITTLE_SHARED)), "one_sender_pairs": draw.choice((0, 10**6)),
-             "one_builder_pairs": draw.choice((0, 10**6))}
-    return {**build, "serial": serial, "row_block": draw.choice(ROW_BLOCKS), "gather_cols": draw.choice((128, 256)) if serial else 256,
+    build = {"shared_bytes": draw.choice((227 * 1024, LITTLE_SHARED)),
+             "one_sender_pairs": draw.choice((0, 10**6)), "one_builder_pairs": draw.choice((0, 10**6))}
+    return {**build, "serial": serial, "row_block": draw.choice(ROW_BLOCKS),
+            "gather_cols": draw.choice((128, 256)) if serial else 256,
             "scatter_cols": draw.choice((128, 256)) if serial else 256, "passes": 1 if serial else draw.randint(1, 4),
             "segments": draw.randint(1, max_segments), "consumers_place": draw.random() < 0.5,
             "mover_blocks": draw.choice((0, 1, 2)), "cluster": draw.choice((1, 2))}
@@ -133,6 +134,31 @@ def run_calls(library, seed: int, calls: int, **geometry) -> None:
                 check_result(ranks, a, out)
 
 
+def draw_table_sizes(draw: random.Random) -> dict:
+    """Anything that a workspace takes, small in all at once."""
+    world, top_k = draw.choice((1, 2, 2, 3, 8, 32)), draw.choice((1, 2, 3, 5, 6, 8, 8, 10, 17, 32))
+    tokens = max(1, draw.choice((1, 40, 300, 3000)) // (world * draw.choice((1, top_k))))
+    experts, mode = draw.choice((1, 2, 7, 64, 130, 1024)), draw.choice(("ep", "tp"))
+    local = experts if mode == "tp" else -(-experts // world)
+    return sizes(world, tokens, top_k, experts, draw.choice((8, 1288)), 72 * world, mode, draw.choice((1, 1, 2, 5, 40)) % (1536 // local) or 1)
+
+
+def run_tables(library, seed: int, **geometry) -> None:
+    """Two calls on one workspace that stop when their tables are there."""
+    draw = random.Random(seed)
+    emulation, experts = Emulation(library, **geometry), geometry["num_experts"]
+    for call in range(2):
+        arguments = [draw_arguments(draw, rank, draw.choice((experts, experts, max(1, experts // 4), 1)), True) for rank in emulation.ranks]
+        for rank, a in zip(emulation.ranks, arguments, strict=True):
+            a.options["only_open"] = 1
+            groups = a.options["segments"] * rank.geometry.num_local_experts  # at least four steps of four warps
+            a.options["shared_bytes"] = draw.choice((227 * 1024, max(LITTLE_SHARED, 1024 * -(-(8 + 120 * groups // 1024)))))
+        emulation.call(arguments, seed + call)
+        for rank in emulation.ranks:
+            assert rank.mailbox[FAILED] == 0 == rank.mailbox[VOID_REASON]
+            check_tables(rank, arguments)
+
+
 def sizes(world: int, tokens: int, top_k: int, experts: int, hidden: int, inter: int, mode: str, segments: int) -> dict:
     return dict(world=world, max_tokens=tokens, top_k=top_k, num_experts=experts, hidden=hidden, intermediate_size=inter, mode=mode,
                 max_segments=segments)
@@ -150,6 +176,12 @@ SIZES = [  # I of each rank is not below H: with fewer columns the rest of a row
 @pytest.mark.parametrize("index", range(len(SIZES)))
 def test_calls_of_all_ranks(library, index):
     run_calls(library, seed=100 + index, calls=3, **SIZES[index])
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_tables_of_any_sizes(library, seed):
+    """One builder and eight, one sender and eight, pairs at once and chunk by chunk, drawn by every rank for itself."""
+    run_tables(library, seed, **draw_table_sizes(random.Random(seed)))
 
 
 def test_batches_of_many_jobs(library):
