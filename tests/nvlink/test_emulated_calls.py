@@ -140,7 +140,8 @@ def draw_table_sizes(draw: random.Random) -> dict:
     tokens = max(1, draw.choice((1, 40, 300, 3000)) // (world * draw.choice((1, top_k))))
     experts, mode = draw.choice((1, 2, 7, 64, 130, 1024)), draw.choice(("ep", "tp"))
     local = experts if mode == "tp" else -(-experts // world)
-    return sizes(world, tokens, top_k, experts, draw.choice((8, 1288)), 72 * world, mode, draw.choice((1, 1, 2, 5, 40)) % (1536 // local) or 1)
+    segments = min(draw.choice((1, 1, 2, 5, 40)), 1536 // local)
+    return sizes(world, tokens, top_k, experts, draw.choice((8, 1288)), 72 * world, mode, segments)
 
 
 def run_tables(library, seed: int, **geometry) -> None:
@@ -148,11 +149,13 @@ def run_tables(library, seed: int, **geometry) -> None:
     draw = random.Random(seed)
     emulation, experts = Emulation(library, **geometry), geometry["num_experts"]
     for call in range(2):
-        arguments = [draw_arguments(draw, rank, draw.choice((experts, experts, max(1, experts // 4), 1)), True) for rank in emulation.ranks]
+        most = draw.choice((experts, experts, max(1, experts // 4), 1))
+        arguments = [draw_arguments(draw, rank, most, True) for rank in emulation.ranks]
         for rank, a in zip(emulation.ranks, arguments, strict=True):
             a.options["only_open"] = 1
-            groups = a.options["segments"] * rank.geometry.num_local_experts  # at least four steps of four warps
-            a.options["shared_bytes"] = draw.choice((227 * 1024, max(LITTLE_SHARED, 1024 * -(-(8 + 120 * groups // 1024)))))
+            groups = a.options["segments"] * rank.geometry.num_local_experts
+            little = max(LITTLE_SHARED, (8 + groups // 8) * 1024)  # four warps have some steps
+            a.options["shared_bytes"] = draw.choice((227 * 1024, little))
         emulation.call(arguments, seed + call)
         for rank in emulation.ranks:
             assert rank.mailbox[FAILED] == 0 == rank.mailbox[VOID_REASON]

@@ -28,6 +28,7 @@ static_assert((MAX_TOKENS / OPEN_CLUSTER + OPEN_WARPS) * 32ll < 1ll << group_cou
 // chunk_expected is added to by place_pairs, behind barriers 1 to 3.
 __device__ __forceinline__ void zero_chunks(const open_globals &g, const build_place &me) {
     if (me.block != 0) return;
+#pragma unroll 1
     for (int i = me.thread; i < g.call.world * g.call.job_chunks; i += OPEN_THREADS) g.tables.chunk_expected[i] = 0;
 }
 
@@ -134,11 +135,11 @@ __device__ __forceinline__ uint64_t count_step(uint64_t *mine, int key, int lane
 }
 
 __device__ __forceinline__ void count_pairs(const open_globals &g, const build_place &me, const open_shared &s, const build_arrays &a,
-                                            uint32_t parity) {
+                                            const token_walk &w, uint32_t parity) {
     const int groups = g.segments * g.num_local;
-    const token_walk w = walk_of(g, me, s);
     uint64_t *mine = a.histogram + me.warp * groups;
     if (me.warp < g.room.warps)
+#pragma unroll 1
         for (int i = me.lane; i < groups; i += 32) mine[i] = 0;
     __syncwarp();
     for_each_step(g, me, s, a, w, parity, false, [&](int, int2 pair) { count_step(mine, pair.x, me.lane); });
@@ -149,8 +150,10 @@ __device__ __forceinline__ void count_pairs(const open_globals &g, const build_p
 __device__ __forceinline__ void share_counts(const open_globals &g, const build_place &me, const build_arrays &a) {
     constexpr int BATCH = 4;  // room_for gives a multiple of it
     const int groups = g.segments * g.num_local;
+#pragma unroll 1
     for (int group = me.thread; group < groups; group += OPEN_THREADS) {
         uint64_t sum = 0;
+#pragma unroll 1
         for (int warp = 0; warp < g.room.warps; warp += BATCH) {
             uint64_t *row = a.histogram + warp * groups + group, here[BATCH];
 #pragma unroll
@@ -204,13 +207,15 @@ __device__ __forceinline__ void place_groups(const open_globals &g, const build_
         before[i] = {0, 0, 0}, padded[i] = firsts[i] = lasts[i] = 0;
         if (i >= each || group >= groups) continue;
         int pairs = 0;
-        for (int block = 0; block < me.builders; ++block) {
+#pragma unroll
+        for (int block = 0; block < OPEN_CLUSTER; ++block) {  // loads in flight together
+            if (block >= me.builders) continue;
             if (block == me.block) before[i] = {pairs, firsts[i], lasts[i]};
             const group_counts here = group_counts::unpack(a.inbox[block * groups + group]);
             pairs += here.pairs, firsts[i] += here.firsts, lasts[i] += here.lasts;
         }
         a.total[group] = pairs;
-        padded[i] = (pairs + g.row_block - 1) / g.row_block * g.row_block;
+        padded[i] = (pairs + g.row_block - 1) & -g.row_block;
         at[0] += padded[i], at[1] += firsts[i], at[2] += lasts[i];
     }
     block_scan(at, me, s, total);
@@ -232,10 +237,9 @@ __device__ __forceinline__ void place_groups(const open_globals &g, const build_
 
 // Each pair's slot, and the places of its token where it is the first or the last one.
 __device__ __forceinline__ void place_pairs(const open_globals &g, const build_place &me, const open_shared &s, const build_arrays &a,
-                                            uint32_t parity) {
+                                            const token_walk &w, uint32_t parity) {
     const call_view &c = g.call;
     const table_view &t = g.tables;
-    const token_walk w = walk_of(g, me, s);
     uint64_t *mine = a.histogram + me.warp * g.segments * g.num_local;
     for_each_step(g, me, s, a, w, parity, true, [&](int from, int2 pair) {
         const int key = pair.x, group = key & KEY_GROUP, token = from + w.token;
@@ -255,18 +259,25 @@ __device__ __forceinline__ void place_pairs(const open_globals &g, const build_p
     });
 }
 
-__device__ __forceinline__ void write_groups(const open_globals &g, const build_place &me, const build_arrays &a) {
+// Row blocks of so many slots. A row block is a power of two.
+__device__ __forceinline__ int blocks_of(const open_globals &g, int slots) { return slots >> (__ffs(g.row_block) - 1); }
+
+__device__ __forceinline__ void write_groups(const open_globals &g, const build_place &me, const open_shared &s, const build_arrays &a) {
     const table_view &t = g.tables;
     const int groups = g.segments * g.num_local, threads = me.builders * OPEN_THREADS, thread = me.thread * me.builders + me.block;
+    for (int r = thread; r < g.call.world; r += threads) t.token_counts[r] = s.first_token[r + 1] - s.first_token[r];
+#pragma unroll 1
     for (int i = thread; i <= groups; i += threads) t.expert_offsets[i] = a.offset[i];
+#pragma unroll 1
     for (int e = thread; e < g.num_local; e += threads) {
         int load = 0;
+#pragma unroll 1
         for (int seg = 0; seg < g.segments; ++seg) load += a.total[seg * g.num_local + e];
         t.expert_load[e] = load;
         atomicAdd(reinterpret_cast<unsigned long long *>(t.load_total) + e, static_cast<unsigned long long>(load));
     }
     if (thread == 0) {
-        const int blocks = a.offset[groups] / g.row_block;
+        const int blocks = blocks_of(g, a.offset[groups]);
         t.counts[COUNT_SLOTS] = a.offset[groups], t.counts[COUNT_BLOCKS] = blocks;
         t.counts[COUNT_TASKS1] = blocks * g.col_blocks1, t.counts[COUNT_TASKS2] = blocks * g.col_blocks2;
     }
@@ -282,9 +293,9 @@ __device__ __forceinline__ block_place place_of_block(const open_globals &g, con
         if (a.offset[middle] <= slot) group = middle;
         else end = middle;
     }
-    const int segment = group / g.num_local;
-    return {block, group, a.offset[group] / g.row_block, a.offset[group + 1] / g.row_block, segment,
-            a.offset[segment * g.num_local] / g.row_block, a.offset[(segment + 1) * g.num_local] / g.row_block};
+    const int segment = g.segments == 1 ? 0 : group / g.num_local;
+    return {block, group, blocks_of(g, a.offset[group]), blocks_of(g, a.offset[group + 1]), segment,
+            blocks_of(g, a.offset[segment * g.num_local]), blocks_of(g, a.offset[(segment + 1) * g.num_local])};
 }
 
 // The row block's part of task_order of one GEMM: `passes` over the columns, in each of them supertiles of 8 row blocks, column
@@ -292,12 +303,13 @@ __device__ __forceinline__ block_place place_of_block(const open_globals &g, con
 __device__ __forceinline__ void write_tasks(const open_globals &g, const build_place &me, const block_place &b, int col_blocks, int passes,
                                             int4 *tasks) {
     constexpr int SUPERTILE = 8;
-    const int tile = b.start + (b.block - b.start) / SUPERTILE * SUPERTILE, height = min(SUPERTILE, b.end - tile), down = b.block - tile;
+    const int tile = b.start + ((b.block - b.start) & -SUPERTILE), height = min(SUPERTILE, b.end - tile), down = b.block - tile;
     const column_groups columns{passes, col_blocks};
+#pragma unroll 1
     for (int col = me.lane; col < col_blocks; col += 32) {
-        const int pass = columns.of(col), first = columns.first(pass), in_pass = col - first;
+        const int pass = passes == 1 ? 0 : columns.of(col), first = passes == 1 ? 0 : columns.first(pass), in_pass = col - first;
         const int before = b.segment_start * col_blocks + (b.segment_end - b.segment_start) * first +
-                           (tile - b.segment_start) * int(columns.size(pass));
+                           (tile - b.segment_start) * (passes == 1 ? col_blocks : int(columns.size(pass)));
         tasks[before + in_pass * height + (in_pass % 2 ? height - 1 - down : down)] =
             make_int4(b.segment, b.group - b.segment * g.num_local, b.block, col);
     }
@@ -306,12 +318,13 @@ __device__ __forceinline__ void write_tasks(const open_globals &g, const build_p
 // What there is of each row block, a warp for each, those of a block far apart: there may be few.
 __device__ __forceinline__ void write_blocks(const open_globals &g, const build_place &me, const build_arrays &a) {
     const table_view &t = g.tables;
-    const int num_blocks = a.offset[g.segments * g.num_local] / g.row_block;
+    const int num_blocks = blocks_of(g, a.offset[g.segments * g.num_local]);
 #pragma unroll 1
     for (int block = me.warp * me.builders + me.block; block < num_blocks; block += OPEN_WARPS * me.builders) {
         const block_place b = place_of_block(g, a, block);
         const int first = block * g.row_block, rows = min(g.row_block, b.start * g.row_block + a.total[b.group] - first);
         if (me.lane == 0) t.block_group[block] = b.group, t.block_target[block] = rows;
+#pragma unroll 1
         for (int slot = rows + me.lane; slot < g.row_block; slot += 32) t.slot_pair[first + slot] = -1;
 #pragma unroll 1
         for (int gemm = 0; gemm < 2; ++gemm)

@@ -24,6 +24,9 @@ __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t *word) {
 __device__ __forceinline__ void store_release_sys(uint32_t *word, uint32_t value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
+__device__ __forceinline__ void store_relaxed_sys(uint32_t *word, uint32_t value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
 __device__ __forceinline__ void add_release_gpu(uint32_t *word, uint32_t value) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }

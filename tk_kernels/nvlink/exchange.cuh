@@ -21,10 +21,23 @@ __device__ __forceinline__ void send_routing(const open_globals &g, const build_
     const uint32_t parity = epoch & 1;
     const int pairs = g.refused ? 0 : g.num_tokens * c.top_k, senders = pairs <= g.one_sender_pairs ? 1 : OPEN_CLUSTER;
     if (me.block < senders) {
-#pragma unroll 4
-        for (int i = me.block * OPEN_THREADS + me.thread; i < pairs; i += senders * OPEN_THREADS) {
-            const int2 pair = make_int2(read_id(g, i), __float_as_int(read_weight(g, i)));
-            for (int to = 0; to < c.world; ++to) c.routing(to, parity, c.rank)[i] = pair;
+        constexpr int BATCH = 4;  // whose loads are in flight together
+        const int stride = senders * OPEN_THREADS;
+#pragma unroll 1
+        for (int first = me.block * OPEN_THREADS + me.thread; first < pairs; first += BATCH * stride) {
+            int2 pair[BATCH];
+#pragma unroll
+            for (int u = 0; u < BATCH; ++u) {
+                const int i = min(first + u * stride, pairs - 1);
+                pair[u] = {read_id(g, i), __float_as_int(read_weight(g, i))};
+            }
+#pragma unroll 1
+            for (int to = 0; to < c.world; ++to) {
+                int2 *routing = c.routing(to, parity, c.rank) + first;
+#pragma unroll
+                for (int u = 0; u < BATCH; ++u)
+                    if (first + u * stride < pairs) routing[u * stride] = pair[u];
+            }
         }
         if (me.block == 0 && me.thread < c.world)
             *c.header(me.thread, parity, c.rank) = {g.signature, g.num_tokens, g.refused};
@@ -36,7 +49,7 @@ __device__ __forceinline__ void send_routing(const open_globals &g, const build_
     if (me.block != 0 || me.warp != 0) return;
     if (me.lane < c.world) store_release_sys(c.posted(me.lane, c.rank), epoch);
     __syncwarp();
-    if (me.lane == 0) store_release_sys(g.routing_sent, epoch);  // paces export_rows, orders nothing
+    if (me.lane == 0) store_relaxed_sys(g.routing_sent, epoch);  // paces export_rows, orders nothing
 }
 
 // What the headers of all ranks amount to, one rank per lane: the first reason in rank order, the same on all ranks.
@@ -75,7 +88,6 @@ __device__ __forceinline__ int await_headers(const open_globals &g, const build_
             store_release_sys(&c.host->void_reason, uint32_t(v.reason));
         }
         const int count = ok && v.reason == void_reason::none && me.lane < c.world ? int(header.z) : 0;
-        if (me.lane < c.world) g.tables.token_counts[me.lane] = count;
         int sum = count;
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {

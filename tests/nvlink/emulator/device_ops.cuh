@@ -19,6 +19,7 @@ inline uint32_t exchange_acq_rel_gpu(uint32_t *word, uint32_t value) {
     return std::exchange(*word, value);
 }
 inline void store_release_sys(uint32_t *word, uint32_t value) { exchange_acq_rel_gpu(word, value); }
+inline void store_relaxed_sys(uint32_t *word, uint32_t value) { exchange_acq_rel_gpu(word, value); }
 inline uint32_t fetch_inc_wrap_acq_rel_gpu(uint32_t *word, uint32_t most) {
     return exchange_acq_rel_gpu(word, *word >= most ? 0 : *word + 1);
 }
