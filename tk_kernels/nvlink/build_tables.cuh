@@ -188,7 +188,7 @@ __device__ __forceinline__ void block_scan(int (&value)[3], const build_place &m
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < 3; ++i) {
-        const int mine = s.warp_sum[i][me.lane], warps = warp_scan(mine);
+        const int mine = me.lane < OPEN_WARPS ? s.warp_sum[i][me.lane] : 0, warps = warp_scan(mine);
         total[i] = __shfl_sync(0xffffffff, warps, 31);
         value[i] = __shfl_sync(0xffffffff, warps - mine, me.warp) + sum[i] - value[i];
     }
@@ -207,7 +207,7 @@ __device__ __forceinline__ void place_groups(const open_globals &g, const build_
         before[i] = {0, 0, 0}, padded[i] = firsts[i] = lasts[i] = 0;
         if (i >= each || group >= groups) continue;
         int pairs = 0;
-#pragma unroll
+#pragma unroll 4
         for (int block = 0; block < OPEN_CLUSTER; ++block) {  // loads in flight together
             if (block >= me.builders) continue;
             if (block == me.block) before[i] = {pairs, firsts[i], lasts[i]};

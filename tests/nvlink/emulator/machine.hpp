@@ -51,6 +51,7 @@ struct shared_block {  // threads of it that have begun, and that have ended
 struct cluster : meeting { std::vector<shared_block> blocks; };
 struct warp {
     meeting all{32};
+    uint32_t behind = 0;     // turns of its fibers that it lets pass
     uint32_t round = 0;
     uint64_t values[2][32];  // of this round and the one before
 };
