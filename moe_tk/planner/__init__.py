@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from moe_tk.planner.accounts import ceiling, waves
-from moe_tk.planner.fusion import Choice, LayerWork, choose_fusion, explain_fusion, row_block_of
+from moe_tk.planner.fusion import SERIAL_LARGE_TILE_ROWS, Choice, LayerWork, choose_fusion, explain_fusion, row_block_of
 from moe_tk.planner.machine import Machine, machine_of
 from moe_tk.planner.plan import Plan, make_plan
 
 __all__ = [
-    "Choice", "LayerWork", "Machine", "Plan", "ceiling", "choose_fusion", "explain_fusion", "machine_of", "make_plan",
-    "row_block_of", "waves",
+    "SERIAL_LARGE_TILE_ROWS", "Choice", "LayerWork", "Machine", "Plan", "ceiling", "choose_fusion", "explain_fusion", "machine_of",
+    "make_plan", "row_block_of", "waves",
 ]

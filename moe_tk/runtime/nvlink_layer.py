@@ -13,7 +13,7 @@ from torch import Tensor
 from moe_tk.errors import ArgumentError
 from moe_tk.group import RankGroup
 from moe_tk.memory.nvlink_layout import ROW_BLOCKS, NvlinkGeometry
-from moe_tk.planner import Choice, LayerWork, Machine, choose_fusion, machine_of, row_block_of
+from moe_tk.planner import SERIAL_LARGE_TILE_ROWS, Choice, LayerWork, Machine, choose_fusion, machine_of, row_block_of
 from moe_tk.runtime.gemm_tiles import POLICY_NORMAL, TileChoice, choose_tile
 from moe_tk.runtime.launch import Activation
 from moe_tk.runtime.nvlink import nvlink_module
@@ -81,7 +81,7 @@ class NvlinkLayer:
         self.geometry, self.device, self.timeout_s = geometry, device, timeout_s
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
         self.segments, self.row_block, self.pattern, self.passes, self.traced = segments, row_block, pattern, passes, traced
-        self.consumers_place = False  # consumers of GEMM 1 place the first rows: never run on a GPU (docs/performance.md)
+        self.consumers_place = True  # consumers of GEMM 1 place the first rows; False only to see what that gains
         self.mover_blocks = 0  # blocks whose mover warp moves rows in GEMM 1; 0: all, which is right except to see what they cost
         self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms, traced=traced)
         self.w13: Tensor | None = None
@@ -118,8 +118,9 @@ class NvlinkLayer:
     def tiles(self, num_tokens: int) -> tuple[TileChoice, TileChoice]:
         """Tiles of both GEMMs of a serial call with num_tokens tokens on this rank, if its experts get the mean share."""
         g = self.geometry
-        variant, segments = self.choices(num_tokens)
-        row_block, groups = ROW_BLOCKS[variant], segments * max(1, g.num_local_experts)
+        segments = self.segments or 1
+        row_block = self.row_block or row_block_of(g.world, num_tokens, g.top_k, g.num_experts, SERIAL_LARGE_TILE_ROWS)
+        groups = segments * max(1, g.num_local_experts)
         rows = g.world * num_tokens * g.top_k / (g.num_experts * segments)
         blocks = math.ceil(groups * max(1.0, rows / row_block + 0.5))  # a group's last row block is half full on average
         if row_block == 64 and blocks > groups:  # measured: 253 us a call of qwen3-30b-a3b at T = 512, 280 with 64 x 128

@@ -7,7 +7,7 @@ from collections import Counter
 
 import numpy as np
 
-from moe_tk.memory.nvlink_layout import MIN_COLUMN_BLOCK
+from moe_tk.memory.nvlink_layout import FUSED_COLUMN_BLOCK
 from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, LOADER, SPARE, STORERS, kind_number
 from moe_tk.trace.model import Laps, RankTrace
 from moe_tk.trace.summary import GATHER, OPEN, OPEN_PHASES, SCATTER
@@ -18,7 +18,8 @@ TOLERANCE_NS = 2000.0  # a stamp is written a moment after what it tells of; plu
 
 def check_trace(trace: RankTrace, tables: dict[str, np.ndarray], *, row_block: int, top_k: int, tokens: int,
                 columns: int) -> None:
-    """tables: those of TABLES, as the workspace has them. Raises AssertionError."""
+    """tables: those of TABLES, as the workspace has them; columns: column blocks of GEMM 2, of which the column groups are made.
+    Raises AssertionError."""
     assert trace.lost == 0
     slots, _, jobs, tasks1, tasks2 = (int(count) for count in tables["counts"])
     error = TOLERANCE_NS + trace.clock["timer_period_ns"]
@@ -159,6 +160,6 @@ def traced_layer(ranks) -> None:
         tables = {name: workspace.local(name).cpu().numpy() for name in TABLES}
         row_block = (64, 128)[layer._calls.choices(len(x))[0]]
         check_trace(trace, tables, row_block=row_block, top_k=case.top_k, tokens=len(x),
-                    columns=-(-case.hidden // MIN_COLUMN_BLOCK))
+                    columns=-(-case.hidden // FUSED_COLUMN_BLOCK))
         for samples in layer.session.stamps.compare_clocks(timeout_s=30).values():
             assert between(offset_of(samples), None).error_ns < 20_000

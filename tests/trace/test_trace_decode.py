@@ -11,6 +11,7 @@ import pytest
 from made_up import BEGIN_NS, BLOCKS, CAPACITY, COLUMNS2, GHZ, ROW_BLOCK, TOKENS, TOP_K, MadeUp, make_call, make_tables
 
 from moe_tk.errors import MoETkError
+from moe_tk.memory.nvlink_layout import FUSED_COLUMN_BLOCK
 from moe_tk.runtime import stamps
 from moe_tk.trace.clocks import Offset, between, offset_of
 from moe_tk.trace.decode import decode
@@ -188,5 +189,7 @@ def test_numbers_here_are_those_of_the_header():
         assert where[native] == kind_number(ours), native
     assert re.search(r"STAMP_KERNELS = 3, STAMP_WRITERS = 12", text)
     assert (stamps.KERNELS, stamps.WRITERS, WRITERS) == (3, 12, 12)
-    assert re.search(rf"MAX_COL_GROUPS = {COLUMN_GROUPS};", (REPO / "tk_kernels/nvlink/column_work.hpp").read_text())
+    column_work = (REPO / "tk_kernels/nvlink/column_work.hpp").read_text()
+    assert re.search(rf"MAX_COL_GROUPS = {COLUMN_GROUPS};", column_work)
+    assert re.search(rf"GROUP_COLS = {FUSED_COLUMN_BLOCK};", column_work)  # traced_layer counts column blocks of this width
     assert re.search(rf"OPEN_CLUSTER = {BUILD_BLOCKS};", (REPO / "tk_kernels/nvlink/tables.cuh").read_text())
