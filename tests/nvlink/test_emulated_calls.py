@@ -214,10 +214,9 @@ def run_all_tables(folder: str, left_out: str) -> None:
     """In a process of its own, which may end in any way."""
     emulated.NOBODY_MOVES = 100_000
     library = emulated.build(Path(folder), emulated.FEW_THREADS, *LEFT_OUT[left_out])[0]
-    for seed in range(60):
-        chosen = draw_table_sizes(random.Random(seed))
-        if chosen["world"] <= 3:
-            run_tables(library, seed, **chosen)
+    for seed in range(80):  # few groups, and more than threads of a block
+        chosen = sizes(2, 40, 8, 200, 8, 144, "tp", 1) if seed % 2 else sizes(2, 100 + seed, 8, 7, 8, 144, "ep", 2)
+        run_tables(library, seed, **chosen)
 
 
 @pytest.mark.parametrize("left_out", LEFT_OUT)
