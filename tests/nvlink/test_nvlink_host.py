@@ -82,7 +82,8 @@ def test_one_process_alone_exports_no_rows():
     (dict(top_k=33), "top_k is 33, wanted 1..32"),
     (dict(world=33), "world is 33"),
     (dict(mode="tp", num_experts=1000, max_segments=2), f"2000 groups, wanted at most {MAX_GROUPS}"),
-    (dict(max_tokens=10**7, hidden=7168), "more than the kernels can index")])
+    (dict(max_tokens=10**7, hidden=7168), "more than the kernels can index"),
+    (dict(max_tokens=2**20 + 1, top_k=1, hidden=64), "2 ranks would have 2097154 tokens, wanted at most 2097152")])
 def test_krn_16_limits_are_stated_with_their_values(changes, text):
     with pytest.raises(ArgumentError, match=text):
         geometry(**changes)

@@ -19,8 +19,6 @@ struct workspace_view {
     table_view tables;
     counter_view counters;
     uint32_t *epoch, *blocks_done, *copies_done, *routing_sent;
-    int *scratch;
-    uint8_t *marks;        // [max_slots]
     void *rows;            // [max_slots, H] bf16 gathered rows: of the serial pattern only
     void *activated;       // [max_slots, I]
     void *expert_out;      // [max_slots, H] bf16; where the layer is bf16, the memory of `rows`
