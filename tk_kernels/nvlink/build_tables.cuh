@@ -208,9 +208,9 @@ __device__ __forceinline__ void mark_tokens(const open_globals &g, const build_p
 }
 
 // task_order of one GEMM: `passes` over the columns, in each of them supertiles of 8 row blocks, column by column, every second
-// column upwards. A warp per row block.
+// column upwards. A pass is a whole number of runs of `per_step` column blocks. A warp per row block.
 __device__ __forceinline__ void write_tasks(const open_globals &g, const build_place &me, const open_shared &s, int col_blocks, int passes,
-                                            int4 *tasks) {
+                                            int per_step, int4 *tasks) {
     constexpr int SUPERTILE = 8;
     const int num_blocks = s.offset[g.segments * g.num_local] / g.row_block;
     for (int block = me.global_warp; block < num_blocks; block += BUILD_WARPS) {
@@ -218,10 +218,10 @@ __device__ __forceinline__ void write_tasks(const open_globals &g, const build_p
         const int start = s.offset[group] / g.row_block, end = s.offset[group + 1] / g.row_block;
         const int seg_start = s.offset[segment * g.num_local] / g.row_block, seg_end = s.offset[(segment + 1) * g.num_local] / g.row_block;
         const int tile = start + (block - start) / SUPERTILE * SUPERTILE, height = min(SUPERTILE, end - tile), down = block - tile;
-        const column_groups columns{passes, col_blocks};
+        const column_tiles tiles{{passes, (col_blocks + per_step - 1) / per_step}, col_blocks, per_step};
         for (int col = me.lane; col < col_blocks; col += 32) {
-            const int pass = columns.of(col), first = columns.first(pass), in_pass = col - first;
-            const int before = seg_start * col_blocks + (seg_end - seg_start) * first + (tile - seg_start) * int(columns.size(pass));
+            const int pass = tiles.group_of(col), first = tiles.first(pass), in_pass = col - first;
+            const int before = seg_start * col_blocks + (seg_end - seg_start) * first + (tile - seg_start) * int(tiles.size(pass));
             tasks[before + in_pass * height + (in_pass % 2 ? height - 1 - down : down)] = make_int4(segment, group % g.num_local, block, col);
         }
     }

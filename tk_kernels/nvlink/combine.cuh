@@ -20,8 +20,8 @@ struct combine_params {
     const bf16 *expert_out;    // [slots, H]
     const float *slot_weight;  // [slots], or nullptr: applied before GEMM 2
     bf16 *out;                 // [num_tokens, H]
-    int num_tokens, row_block, block_cols;
-    column_groups columns;     // of GEMM 2
+    int num_tokens, row_block;
+    column_tiles tiles;        // of GEMM 2
 };
 
 __device__ __forceinline__ void add_scaled(float (&sum)[8], const uint4 &v, float weight) {
@@ -116,7 +116,7 @@ template <int BATCH, bool TILES_COUNTED> class combiner {
   public:
     __device__ combiner(const call_view &c, const combine_params &p)
         : c_(c), p_(p), lane_(kittens::laneid()), num_jobs_(__ldg(p.counts + COUNT_JOBS)), epoch_(*c.epoch_ptr) {
-        const int groups = p.columns.groups, width = (c.hidden + groups - 1) / groups;
+        const int groups = p.tiles.columns.groups, width = (c.hidden + groups - 1) / groups;
         jobs_ = cut_work(num_jobs_, groups, width, min(4, 32 / c.top_k));
         tokens_ = cut_work(p.num_tokens, groups, width, min(8, 32 / c.world));
     }
@@ -127,7 +127,7 @@ template <int BATCH, bool TILES_COUNTED> class combiner {
         // A gather that gave up has left rows unwritten: nothing made of them may reach another rank.
         bool given_up = load_relaxed_sys(&c_.control(c_.rank)->abort_flag) != 0;
         const bool computed = !given_up && __ldg(p_.token_counts + c_.rank) == p_.num_tokens;  // else some rank refused the call
-        const work_list list{p_.columns.groups, jobs_.items(), tokens_.items()};
+        const work_list list{p_.tiles.columns.groups, jobs_.items(), tokens_.items()};
         const bool many = list.size() > ENOUGH_ITEMS;
         int item = take_item(p_.next_item);
         job_part part;
@@ -178,7 +178,7 @@ template <int BATCH, bool TILES_COUNTED> class combiner {
         if constexpr (TILES_COUNTED) {
             const int block = part.slot / p_.row_block;
             const uint32_t *done = p_.l2_done + block * MAX_COL_GROUPS + at.group;
-            const uint32_t want = p_.columns.size(at.group);
+            const uint32_t want = p_.tiles.size(at.group);
             bool ok = part.slot < 0 || protocol::reached(kittens::load_acquire_gpu(done), want);
             if (!__all_sync(0xffffffff, ok)) {
                 tell();  // nobody waits for what this warp has finished
@@ -201,7 +201,7 @@ template <int BATCH, bool TILES_COUNTED> class combiner {
         const int source = part.row / c_.max_tokens, token = part.row % c_.max_tokens;
         const bool last = part.row >= 0 && lane_ % c_.top_k == c_.top_k - 1;
         if (last) mine.to = c_.plane<bf16>(source, c_.rank, token);
-        sum_rows<BATCH>(mine, slice_of(p_.columns, p_.block_cols, c_.hidden, at.group, at.index % jobs_.slices, jobs_.slices));
+        sum_rows<BATCH>(mine, slice_of(p_.tiles.columns, c_.hidden, at.group, at.index % jobs_.slices, jobs_.slices));
         untold_.counter = last ? source * c_.job_chunks + token / c_.job_chunk : -1;
         untold_.group = at.group;
         stamp_lap_warp(stamp_kind::combine, stamp_batch(at.group, first_job(at)));
@@ -229,7 +229,7 @@ template <int BATCH, bool TILES_COUNTED> class combiner {
     __device__ void reduce_tokens(const work_list::place &at, bool computed) {
         const int first = at.index / tokens_.slices * tokens_.batch;
         const int tokens = min(tokens_.batch, p_.num_tokens - first), token = first + lane_ / c_.world, from = lane_ % c_.world;
-        const column_slice columns = slice_of(p_.columns, p_.block_cols, c_.hidden, at.group, at.index % tokens_.slices, tokens_.slices);
+        const column_slice columns = slice_of(p_.tiles.columns, c_.hidden, at.group, at.index % tokens_.slices, tokens_.slices);
         const bool real = lane_ / c_.world < tokens;
         bool ok = computed;
         summand mine{nullptr, 1.0f, nullptr};

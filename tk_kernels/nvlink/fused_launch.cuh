@@ -74,7 +74,7 @@ template <class Cfg> void launch_gather(const workspace_view &w, const layer_cal
                            .gathered = static_cast<T *>(w.rows), .scales = w.slot_scales, .scales_stride = w.max_slots,
                            .counts = w.tables.counts, .delivery_order = w.tables.delivery_order, .slots = w.tables.slots,
                            .arrived = w.counters.arrived, .next_row = w.counters.next_row, .row_block = Cfg::BLOCK_M,
-                           .col_blocks = kittens::ceil_div(2 * w.intermediate, Cfg::BLOCK_N),
+                           .col_blocks = kittens::ceil_div(2 * w.intermediate, Cfg::BLOCK_N), .block_cols = Cfg::BLOCK_N,
                            .consumers_place = call.consumers_place,
                            .mover_blocks = unsigned(call.mover_blocks > 0 ? call.mover_blocks : w.num_sms)};
     launch(gather_gemm<Cfg, activation_epilogue<Cfg>>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(), behind, stream,
@@ -82,14 +82,13 @@ template <class Cfg> void launch_gather(const workspace_view &w, const layer_cal
 }
 
 template <class Cfg, int GATHER_COLS> void launch_scatter(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
-    static_assert(Cfg::BLOCK_N == GROUP_COLS, "tiles of GEMM 2 belong to one column group each");
-    const column_groups columns = groups_of(w.call.hidden);
+    static_assert(GROUP_COLS % Cfg::BLOCK_N == 0, "tiles of GEMM 2 belong to one column group each");
     const auto globals = make_globals<Cfg, activated_gate, plain_epilogue, group_push>(
         w, w.activated, w.intermediate, call.w2, w.call.hidden, w.expert_out,
         {{w.call, w.counters.l1_done}, call.activated_given ? 0u : uint32_t(kittens::ceil_div(2 * w.intermediate, GATHER_COLS))}, {},
-        {w.counters.l2_done, columns}, w.tables.tasks2, COUNT_TASKS2,
+        {w.counters.l2_done, tiles_of(w.call.hidden, Cfg::BLOCK_N)}, w.tables.tasks2, COUNT_TASKS2,
         make_scales<Cfg>(w, w.activated_scales, call.w2_scales, w.call.hidden));
-    const combine_params combine = combine_params_of(w, call, Cfg::BLOCK_M);
+    const combine_params combine = combine_params_of(w, call, Cfg::BLOCK_M, Cfg::BLOCK_N);
     launch(gemm_scatter<Cfg>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, shared_bytes<Cfg, bf16>(), behind, stream, globals, w.call,
            combine);
 }

@@ -30,7 +30,7 @@ void launch_open_call(const workspace_view &w, const layer_call &call, cudaStrea
         .row_block = v.row_block, .segments = call.segments, .max_blocks = w.max_blocks, .max_slots = w.max_slots,
         .col_blocks1 = (2 * w.intermediate + v.gather_cols - 1) / v.gather_cols,
         .col_blocks2 = (w.call.hidden + v.scatter_cols - 1) / v.scatter_cols,
-        .passes = call.passes,
+        .per_step2 = GROUP_COLS / v.scatter_cols, .passes = call.passes,
         .epoch = w.epoch, .blocks_done = w.blocks_done, .copies_done = w.copies_done, .routing_sent = w.routing_sent, .scratch = w.scratch, .marks = w.marks};
     // One cluster builds; as many as help copy the rows, which is one for each 256 KiB.
     const int64_t row_bytes = int64_t(call.num_tokens) * w.call.hidden * 2, per_cluster = 256 * 1024;

@@ -34,8 +34,8 @@ __device__ __forceinline__ void exchange_and_build(const open_globals &g, uint32
     mark_tokens(g, me, s);
     cluster_barrier();
     stamp_lap_block(stamp_kind::open_marks);
-    write_tasks(g, me, s, g.col_blocks1, 1, g.tables.tasks1);
-    write_tasks(g, me, s, g.col_blocks2, g.passes, g.tables.tasks2);
+    write_tasks(g, me, s, g.col_blocks1, 1, 1, g.tables.tasks1);
+    write_tasks(g, me, s, g.col_blocks2, g.passes, g.per_step2, g.tables.tasks2);
     stamp_lap_block(stamp_kind::open_tasks);
     write_orders(g, me, s, groups);
     stamp_lap_block(stamp_kind::open_orders);

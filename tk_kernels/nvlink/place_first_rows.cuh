@@ -13,9 +13,9 @@ namespace moe_tk::nvlink {
 template <class T> __device__ __forceinline__ int rows_for_consumers(const pull_params<T> &p, int num_rows, int num_slots) {
     // GEMM 1 at 700 TFLOP/s (e4m3: 1100), movers at 0.58 TB/s (e4m3: 0.35, from the times of qwen3-30b-a3b), 128 columns of I:
     // measured on H200.
-    constexpr float PACE_PER_COL_BLOCK = sizeof(T) == 1 ? 0.16f : 0.21f;
+    constexpr float PACE_PER_256_COLS = sizeof(T) == 1 ? 0.16f : 0.21f;
     if (num_rows == 0) return 0;
-    const float m = fmaxf(1.01f, float(num_slots) / float(num_rows)), pace = p.col_blocks * PACE_PER_COL_BLOCK;
+    const float m = fmaxf(1.01f, float(num_slots) / float(num_rows)), pace = p.col_blocks * p.block_cols * (PACE_PER_256_COLS / 256);
     const float first = fminf(1.0f, float(gridDim.x / p.col_blocks + 1) * p.row_block / float(num_slots));
     float share = 1.0f - __powf(1.0f - first, m);
     if (pace < m) {

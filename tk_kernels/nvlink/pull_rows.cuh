@@ -20,7 +20,7 @@ template <class T> struct pull_params {
     int64_t scales_stride;
     const int *counts, *delivery_order, *slots;
     uint32_t *arrived, *next_row;
-    int row_block, col_blocks;  // of GEMM 1
+    int row_block, col_blocks, block_cols;  // of GEMM 1
     bool consumers_place;       // consumers place the first rows (place_first_rows)
     unsigned mover_blocks;      // blocks whose mover moves rows, at least 1: rows are dispensed, so any number moves them all
 };

@@ -54,7 +54,7 @@ template <class Cfg> void launch_variant(const workspace_view &w, const layer_ca
     const pull_params<bf16> pull{.tokens = static_cast<const bf16 *>(call.hidden_states), .gathered = static_cast<bf16 *>(w.rows),
                            .counts = w.tables.counts, .delivery_order = w.tables.delivery_order, .slots = w.tables.slots,
                            .arrived = w.counters.arrived, .next_row = w.counters.next_row, .row_block = Cfg::BLOCK_M,
-                           .col_blocks = kittens::ceil_div(2 * w.intermediate, Cfg::BLOCK_N),
+                           .col_blocks = kittens::ceil_div(2 * w.intermediate, Cfg::BLOCK_N), .block_cols = Cfg::BLOCK_N,
                            .consumers_place = false, .mover_blocks = unsigned(w.num_sms)};
     launch(gather_gemm<Cfg, swiglu_epilogue, pull_mover, G>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(),
            behind, stream, g, pull);
