@@ -23,7 +23,6 @@ import torch.distributed as dist
 
 import moe_tk
 from moe_tk.bench.shapes import SHAPES
-from moe_tk.memory.nvlink_layout import ROW_BLOCKS
 from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.nvlink_session import COMBINE, GEMM1, GEMM2, OPEN, PULL
 from moe_tk.schedule import make_routing
@@ -107,7 +106,7 @@ class Line:
     def run_tiles(self, repeats: int) -> dict[str, list[float]]:
         """Microseconds of a serial call with each tile of its row block in both GEMMs, weights kept in L2 or not."""
         calls, tokens = self.layer._calls, self.out.shape[0]
-        tiles, row_block = nvlink_module().plain_tiles(), ROW_BLOCKS[calls.choices(tokens)[0]]
+        tiles, row_block = nvlink_module().plain_tiles(), calls.variant_of(tokens).row_block
         chosen, graphs = calls._plain(tokens), {}
         for index, tile in enumerate(tiles):
             for policy in (0, 1) if tile["row_block"] == row_block else ():

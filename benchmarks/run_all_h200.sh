@@ -18,7 +18,7 @@ build() {
 checks() {  # what a change of the kernels breaks first; the suite has the rest
     timeout 60 "$python" -c '
 from tests.cuda.ranks import run_ranks
-for names in ("tables,layer_against_reference,graphs,refusals", "movers_place", "checks_serial:against_reference,checks_serial:mixed_patterns,checks_serial:missing_rank",
+for names in ("tables,layer_against_reference,graphs,refusals", "movers_place", "checks_variants:bf16,checks_variants:e4m3", "checks_serial:against_reference,checks_serial:mixed_patterns,checks_serial:missing_rank",
               "checks_fp8:sent_rows,checks_fp8:layer_against_reference", "checks_ops:dense,checks_ops:routed"):
     try:
         print(run_ranks(names, timeout_s=40), flush=True)

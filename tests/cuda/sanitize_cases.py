@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 from moe_tk import ops
 from moe_tk.ops.gemm_weights import quantise_rows
+from moe_tk.planner import FUSED_VARIANTS
 from tests.cuda.checks import BUDGET, Case, Data, Ranks
 from tests.cuda.checks_fp8 import ScaledData, fp8_layer
 from tests.cuda.checks_ops import Dense, Routed
@@ -47,10 +48,14 @@ def check_fp8(ranks: Ranks) -> int:
         data.load(layer)
         args = data.mine(case.count(ranks.rank))
         rows, scales = quantise_rows(args[0])
-        for out in (layer(*args), layer(rows, *args[1:], hidden_scales=scales.t())):
-            layer.synchronize()
-            data.check(layer, out, args, str(case))
-            done += 1
+        for variant in FUSED_VARIANTS["float8_e4m3fn"]:
+            if variant.row_block != row_block:
+                continue
+            layer._calls.variant = variant.name
+            for out in (layer(*args), layer(rows, *args[1:], hidden_scales=scales.t())):
+                layer.synchronize()
+                data.check(layer, out, args, f"{case} {variant.name}")
+                done += 1
     return done
 
 
@@ -64,11 +69,12 @@ def main() -> None:
         case = Case(70, 2, 5, (70, 33), mode, row_block, 2, hidden=72, inter=40)
         layer, data = case.layer(ranks, timeout_s=LIMIT_S), Data(case, ranks)
         data.load(layer)
-        for count in (case.count(rank), 0):
-            args = data.mine(count)
+        names = [variant.name for variant in FUSED_VARIANTS["bfloat16"] if variant.row_block == row_block]
+        for name, count in itertools.product(names, (case.count(rank), 0)):
+            layer._calls.variant, args = name, data.mine(count)
             out = layer(*args)
             layer.synchronize()
-            assert data.error(out, args) <= 2 * BUDGET, (case, count)
+            assert data.error(out, args) <= 2 * BUDGET, (case, name, count)
             done += 1
     done += check_ops(ranks) + check_fp8(ranks)
     torch.cuda.synchronize()

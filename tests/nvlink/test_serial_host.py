@@ -21,7 +21,7 @@ def layer(pattern: str = "auto", **changes) -> NvlinkLayer:
     bare = NvlinkLayer.__new__(NvlinkLayer)
     bare.geometry = NvlinkGeometry(**{**dict(world=2, rank=0, max_tokens=8192, top_k=8, num_experts=128, hidden=2048,
                                              intermediate_size=768, mode="ep", max_segments=1), **changes})
-    bare.row_block = bare.segments = None
+    bare.row_block = bare.segments = bare.variant = None
     bare.pattern, bare.machine, bare.session = pattern, H200, SimpleNamespace(num_sms=132)
     bare._choices, bare._plain_fields, bare._tile_index = {}, {}, {name: index for index, name in enumerate(TILES)}
     return bare
@@ -68,7 +68,7 @@ def test_few_tiles_are_narrower():
 @pytest.mark.parametrize("tokens", [0, 1, 100, 512, 8192])
 def test_task_lists_have_room_for_every_tile(name, tokens):
     assert TILES[name][1] >= MIN_COLUMN_BLOCK
-    row_block = (64, 128)[layer().choices(tokens)[0]]
+    row_block = layer().variant_of(tokens).row_block
     assert all(TILES[tile.name][0] == row_block for tile in layer().tiles(tokens))
 
 
