@@ -135,7 +135,7 @@ def test_limits_of_both_halves_must_be_equal():
         one_limit(Activation(gate_limit=7.0))
 
 
-@pytest.mark.parametrize("tokens, row_block", [(0, 64), (64, 64), (191, 64), (192, 128), (8192, 128)])
+@pytest.mark.parametrize("tokens, row_block", [(0, 64), (64, 64), (95, 64), (96, 128), (8192, 128)])
 def test_row_block_follows_the_rows_per_expert(tokens, row_block):
     layer = NvlinkLayer.__new__(NvlinkLayer)
     layer.geometry = geometry(max_tokens=8192, top_k=8, num_experts=32)

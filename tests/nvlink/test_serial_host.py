@@ -49,7 +49,7 @@ def test_auto_asks_the_planner_for_each_number_of_tokens():
 
 @pytest.mark.parametrize("tokens, first, second", [
     (1, "64x128_s4_p2_c1", "64x128_s4_p2_c1"), (64, "64x128_s4_p2_c1", "64x128_s4_p2_c1"),
-    (512, "64x256_s5_w2_c2", "64x256_s5_w2_c2"), (2048, "128x256_s4_c2", "128x256_s4_c2")])
+    (300, "64x256_s5_w2_c2", "64x256_s5_w2_c2"), (512, "128x256_s4_c2", "128x256_s4_c2"), (2048, "128x256_s4_c2", "128x256_s4_c2")])
 def test_tiles_follow_the_rows_of_an_expert(tokens, first, second):
     qwen = layer("serial")
     chosen = qwen.tiles(tokens)

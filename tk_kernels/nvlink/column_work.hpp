@@ -11,7 +11,7 @@ namespace moe_tk::nvlink {
 
 constexpr int MAX_COL_GROUPS = 4;  // groups of column blocks of GEMM 2 whose sums leave on their own
 constexpr int GROUP_COLS = 256;    // a group is a whole number of steps of so many columns, the last of which may be cut
-constexpr int SLICE_STEP = 512, ENOUGH_ITEMS = 4096;
+constexpr int SLICE_STEP = 512, ENOUGH_ITEMS = 1024;
 
 // Groups of steps of GEMM 2's columns: a token's sum over one group leaves when that group is done.
 struct column_groups {

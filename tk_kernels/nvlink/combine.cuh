@@ -93,175 +93,106 @@ template <int BATCH> __device__ __forceinline__ void sum_rows(const summand &min
     }
 }
 
-// A lane's part of a batch of jobs: one choice of one job. What it is follows from two reads, one behind the other.
-struct job_part {
-    int row = -1;   // of job_order; -1: no part
-    int slot = -1;  // -1: not on this rank
-};
-
-// Jobs whose sums a warp has stored and told nobody of: the stores land while it begins its next batch.
-struct untold_jobs {
-    int counter = -1;  // of this lane's job, or -1
-    int group = 0;
-};
+// A batch of jobs, one lane for each (job, choice): waits for the column group of all their row blocks. False on abort.
+template <int BATCH, bool TILES_COUNTED>
+__device__ __forceinline__ bool combine_jobs(const call_view &c, const combine_params &p, const work_cut &cut, int num_jobs, int group,
+                                             int item, uint32_t epoch) {
+    const int lane = kittens::laneid(), k = c.top_k, batch = item / cut.slices, first = batch * cut.batch;
+    const int jobs = min(cut.batch, num_jobs - first), job = lane / k, choice = lane % k;
+    int row = 0, slot = -1;
+    if (job < jobs) {
+        row = __ldg(p.job_order + first + job);
+        slot = __ldg(p.slots + int64_t(row) * k + choice);
+    }
+    bool ok = true;
+    summand mine{nullptr, 1.0f, nullptr};
+    const int source = row / c.max_tokens, token = row % c.max_tokens, chunk = token / c.job_chunk;
+    if (slot >= 0) {
+        const int block = slot / p.row_block;
+        if (p.slot_weight) mine.weight = __ldg(p.slot_weight + slot);
+        mine.row = p.expert_out + int64_t(slot) * c.hidden;
+        if constexpr (TILES_COUNTED)
+            ok = spin_until(p.l2_done + block * MAX_COL_GROUPS + group, p.tiles.size(group), c,
+                            {phase_id::combine, role_id::combine, block, c.rank});
+    }
+    if (!__all_sync(0xffffffff, ok)) return false;
+    __syncwarp();  // what each lane has acquired holds for all lanes: a vote alone orders no memory
+    stamp_lap_warp(stamp_kind::combine_wait, stamp_batch(group, first));
+    if (job < jobs && choice == k - 1) mine.to = c.plane<bf16>(source, c.rank, token);
+    sum_rows<BATCH>(mine, slice_of(p.tiles.columns, c.hidden, group, item % cut.slices, cut.slices));
+    // ORDER chunk_combined: the lanes' stores, fence.sys, the election's acq_rel, then the last one's st.release.sys;
+    // reduce_tokens acquires.
+    fence_sys();
+    __syncwarp();
+    if (mine.to != nullptr) {
+        const int counter = source * c.job_chunks + chunk;
+        const uint32_t done = fetch_add_acq_rel_gpu(p.job_done + counter * MAX_COL_GROUPS + group, 1u) + 1;
+        if (done == uint32_t(__ldg(p.chunk_expected + counter) * cut.slices)) {
+            fence_sys();
+            store_release_sys(c.combined(source, c.rank, chunk, group), epoch);
+        }
+    }
+    stamp_lap_warp(stamp_kind::combine, stamp_batch(group, first));
+    return true;
+}
 
 __device__ __forceinline__ void fill_nan(bf16 *to, column_slice columns) {
     for (int col = columns.first + kittens::laneid() * 8; col < columns.last; col += 256)
         *reinterpret_cast<uint4 *>(to + col) = {0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu, 0x7fff7fffu};
 }
 
-// What one warp does: takes items until there are none. BATCH: as many rows in flight as its registers allow. TILES_COUNTED: GEMM 2
-// runs beside and counts its tiles; else it is over.
-template <int BATCH, bool TILES_COUNTED> class combiner {
-  public:
-    __device__ combiner(const call_view &c, const combine_params &p)
-        : c_(c), p_(p), lane_(kittens::laneid()), num_jobs_(__ldg(p.counts + COUNT_JOBS)), epoch_(*c.epoch_ptr) {
-        const int groups = p.tiles.columns.groups, width = (c.hidden + groups - 1) / groups;
-        jobs_ = cut_work(num_jobs_, groups, width, min(4, 32 / c.top_k));
-        tokens_ = cut_work(p.num_tokens, groups, width, min(8, 32 / c.world));
+// A batch of own tokens, one lane for each (token, rank): waits for the ranks that owe them a partial row. NaN on abort, and
+// where the call was not computed: nobody may take it for a result.
+template <int BATCH>
+__device__ __forceinline__ void reduce_tokens(const call_view &c, const combine_params &p, const work_cut &cut, int group, int item,
+                                              bool computed, uint32_t epoch) {
+    const int lane = kittens::laneid(), batch = item / cut.slices, first = batch * cut.batch;
+    const int tokens = min(cut.batch, p.num_tokens - first), token = first + lane / c.world, from = lane % c.world;
+    const column_slice columns = slice_of(p.tiles.columns, c.hidden, group, item % cut.slices, cut.slices);
+    const bool real = lane / c.world < tokens;
+    bool ok = computed;
+    summand mine{nullptr, 1.0f, nullptr};
+    if (real && computed && (uint64_t(__ldg(p.contributors + token)) >> from & 1)) {
+        const int chunk = token / c.job_chunk;
+        ok = spin_until(c.combined(c.rank, from, chunk, group), epoch, c, {phase_id::reduce, role_id::reduce, chunk, from});
+        mine.row = c.plane<bf16>(c.rank, from, token);
     }
-
-    // Where there are many items the next one is taken, and what it is made of read, while the one at hand waits. Where there are
-    // few each warp should have one, and nobody should hold one while it waits for another rank.
-    __device__ void run() {
-        // A gather that gave up has left rows unwritten: nothing made of them may reach another rank.
-        bool given_up = load_relaxed_sys(&c_.control(c_.rank)->abort_flag) != 0;
-        const bool computed = !given_up && __ldg(p_.token_counts + c_.rank) == p_.num_tokens;  // else some rank refused the call
-        const work_list list{p_.tiles.columns.groups, jobs_.items(), tokens_.items()};
-        const bool many = list.size() > ENOUGH_ITEMS;
-        int item = take_item(p_.next_item);
-        job_part part;
-        bool part_known = false;
-        while (item < list.size()) {
-            const work_list::place at = list.at(item);
-            if (!at.is_job || given_up) {
-                tell();
-                if (!at.is_job) reduce_tokens(at, computed);
-                item = take_item(p_.next_item), part_known = false;
-                continue;
-            }
-            if (!part_known) part.row = row_of(at), part.slot = slot_of(part.row);
-            job_part next;
-            if (many) {
-                const uint32_t ticket = lane_ == 0 ? fetch_add_relaxed_gpu(p_.next_item, 1u) : 0u;
-                given_up = !wait_for_tiles(at, part);
-                item = int(__shfl_sync(0xffffffff, ticket, 0));
-                const work_list::place behind = list.at(min(item, list.size() - 1));
-                part_known = item < list.size() && behind.is_job;
-                if (part_known) next.row = row_of(behind);
-                tell();
-                if (part_known) next.slot = slot_of(next.row);
-            } else {
-                given_up = !wait_for_tiles(at, part);
-            }
-            if (!given_up) add_jobs(at, part);
-            part = next;
-            if (many) continue;
-            tell();
-            item = take_item(p_.next_item), part_known = false;
-        }
-        tell();
-        if (given_up) report_told(c_);
+    // A rank that gave up raised this flag before any later release of its own, so a wait that succeeded since sees it.
+    ok = ok && load_relaxed_sys(&c.control(c.rank)->abort_flag) == 0;
+    if (!__all_sync(0xffffffff, ok)) {
+        for (int t = 0; t < tokens; ++t) fill_nan(p.out + int64_t(first + t) * c.hidden, columns);
+        if (computed) report_told(c);
+        return;
     }
+    __syncwarp();  // as above
+    stamp_lap_warp(stamp_kind::reduce_wait, stamp_batch(group, first));
+    if (real && from == c.world - 1) mine.to = p.out + int64_t(token) * c.hidden;
+    sum_rows<BATCH>(mine, columns);
+    stamp_lap_warp(stamp_kind::reduce, stamp_batch(group, first));
+}
 
-  private:
-    __device__ int first_job(const work_list::place &at) const { return at.index / jobs_.slices * jobs_.batch; }
-    // This lane's job of the batch, -1 where it has none.
-    __device__ int row_of(const work_list::place &at) const {
-        const int first = first_job(at), jobs = min(jobs_.batch, num_jobs_ - first), job = lane_ / c_.top_k;
-        return job < jobs ? __ldg(p_.job_order + first + job) : -1;
-    }
-    __device__ int slot_of(int row) const { return row < 0 ? -1 : __ldg(p_.slots + int64_t(row) * c_.top_k + lane_ % c_.top_k); }
-
-    // For the column group of all row blocks of a batch. False on abort.
-    __device__ bool wait_for_tiles(const work_list::place &at, const job_part &part) {
-        if constexpr (TILES_COUNTED) {
-            const int block = part.slot / p_.row_block;
-            const uint32_t *done = p_.l2_done + block * MAX_COL_GROUPS + at.group;
-            const uint32_t want = p_.tiles.size(at.group);
-            bool ok = part.slot < 0 || protocol::reached(kittens::load_acquire_gpu(done), want);
-            if (!__all_sync(0xffffffff, ok)) {
-                tell();  // nobody waits for what this warp has finished
-                if (!ok) ok = spin_until(done, want, c_, {phase_id::combine, role_id::combine, block, c_.rank});
-                if (!__all_sync(0xffffffff, ok)) return false;
-            }
-            __syncwarp();  // what each lane has acquired holds for all lanes: a vote alone orders no memory
-        }
-        stamp_lap_warp(stamp_kind::combine_wait, stamp_batch(at.group, first_job(at)));
-        return true;
-    }
-
-    // The sums of a batch, one lane for each (job, choice).
-    __device__ void add_jobs(const work_list::place &at, const job_part &part) {
-        summand mine{nullptr, 1.0f, nullptr};
-        if (part.slot >= 0) {
-            if (p_.slot_weight) mine.weight = __ldg(p_.slot_weight + part.slot);
-            mine.row = p_.expert_out + int64_t(part.slot) * c_.hidden;
-        }
-        const int source = part.row / c_.max_tokens, token = part.row % c_.max_tokens;
-        const bool last = part.row >= 0 && lane_ % c_.top_k == c_.top_k - 1;
-        if (last) mine.to = c_.plane<bf16>(source, c_.rank, token);
-        sum_rows<BATCH>(mine, slice_of(p_.tiles.columns, c_.hidden, at.group, at.index % jobs_.slices, jobs_.slices));
-        untold_.counter = last ? source * c_.job_chunks + token / c_.job_chunk : -1;
-        untold_.group = at.group;
-        stamp_lap_warp(stamp_kind::combine, stamp_batch(at.group, first_job(at)));
-    }
-
-    // ORDER chunk_combined: the lanes' stores, fence.sys, the election's acq_rel, then the last one's st.release.sys;
-    // reduce_tokens acquires.
-    __device__ void tell() {
-        if (__ballot_sync(0xffffffff, untold_.counter >= 0) == 0) return;
-        fence_sys();
-        __syncwarp();
-        if (untold_.counter >= 0) {
-            const int counter = untold_.counter;
-            const uint32_t done = fetch_add_acq_rel_gpu(p_.job_done + counter * MAX_COL_GROUPS + untold_.group, 1u) + 1;
-            if (done == uint32_t(__ldg(p_.chunk_expected + counter) * jobs_.slices)) {
-                fence_sys();
-                store_release_sys(c_.combined(counter / c_.job_chunks, c_.rank, counter % c_.job_chunks, untold_.group), epoch_);
-            }
-        }
-        untold_.counter = -1;
-    }
-
-    // A batch of own tokens, one lane for each (token, rank): waits for the ranks that owe them a partial row. NaN on abort, and
-    // where the call was not computed: nobody may take it for a result.
-    __device__ void reduce_tokens(const work_list::place &at, bool computed) {
-        const int first = at.index / tokens_.slices * tokens_.batch;
-        const int tokens = min(tokens_.batch, p_.num_tokens - first), token = first + lane_ / c_.world, from = lane_ % c_.world;
-        const column_slice columns = slice_of(p_.tiles.columns, c_.hidden, at.group, at.index % tokens_.slices, tokens_.slices);
-        const bool real = lane_ / c_.world < tokens;
-        bool ok = computed;
-        summand mine{nullptr, 1.0f, nullptr};
-        if (real && computed && (uint64_t(__ldg(p_.contributors + token)) >> from & 1)) {
-            const int chunk = token / c_.job_chunk;
-            ok = spin_until(c_.combined(c_.rank, from, chunk, at.group), epoch_, c_, {phase_id::reduce, role_id::reduce, chunk, from});
-            mine.row = c_.plane<bf16>(c_.rank, from, token);
-        }
-        // A rank that gave up raised this flag before any later release of its own, so a wait that succeeded since sees it.
-        ok = ok && load_relaxed_sys(&c_.control(c_.rank)->abort_flag) == 0;
-        if (!__all_sync(0xffffffff, ok)) {
-            for (int t = 0; t < tokens; ++t) fill_nan(p_.out + int64_t(first + t) * c_.hidden, columns);
-            if (computed) report_told(c_);
-            return;
-        }
-        __syncwarp();  // as above
-        stamp_lap_warp(stamp_kind::reduce_wait, stamp_batch(at.group, first));
-        if (real && from == c_.world - 1) mine.to = p_.out + int64_t(token) * c_.hidden;
-        sum_rows<BATCH>(mine, columns);
-        stamp_lap_warp(stamp_kind::reduce, stamp_batch(at.group, first));
-    }
-
-    const call_view &c_;
-    const combine_params &p_;
-    const int lane_, num_jobs_;
-    const uint32_t epoch_;
-    work_cut jobs_, tokens_;
-    untold_jobs untold_;
-};
-
+// TILES_COUNTED: GEMM 2 runs beside and counts its tiles; else it is over.
 template <int BATCH, bool TILES_COUNTED = true> __device__ __forceinline__ void combine_and_reduce(const call_view &c, const combine_params &p) {
-    combiner<BATCH, TILES_COUNTED>(c, p).run();
+    const uint32_t epoch = *c.epoch_ptr;
+    const int groups = p.tiles.columns.groups, num_jobs = __ldg(p.counts + COUNT_JOBS), width = (c.hidden + groups - 1) / groups;
+    const work_cut jobs = cut_work(num_jobs, groups, width, min(4, 32 / c.top_k));
+    const work_cut tokens = cut_work(p.num_tokens, groups, width, min(8, 32 / c.world));
+    const work_list list{groups, jobs.items(), tokens.items()};
+    // A gather that gave up has left rows unwritten: nothing made of them may reach another rank.
+    bool given_up = load_relaxed_sys(&c.control(c.rank)->abort_flag) != 0;
+    const bool computed = !given_up && __ldg(p.token_counts + c.rank) == p.num_tokens;  // else some rank refused the call
+    // The next item is taken early where there are many. Where there are few each warp should have one, and nobody should
+    // hold one while it waits for another rank.
+    const bool many = list.size() > ENOUGH_ITEMS;
+    for (int item = take_item(p.next_item); item < list.size();) {
+        const work_list::place at = list.at(item);
+        const bool early = many && at.is_job;
+        if (early) item = take_item(p.next_item);
+        if (!at.is_job) reduce_tokens<BATCH>(c, p, tokens, at.group, at.index, computed, epoch);
+        else if (!given_up) given_up = !combine_jobs<BATCH, TILES_COUNTED>(c, p, jobs, num_jobs, at.group, at.index, epoch);
+        if (!early) item = take_item(p.next_item);
+    }
+    if (given_up) report_told(c);
 }
 
 }  // namespace moe_tk::nvlink

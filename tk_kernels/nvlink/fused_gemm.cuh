@@ -13,7 +13,7 @@ namespace moe_tk::nvlink {
 
 // Registers for the fourth warp of the producer warpgroup, which does more here than in the plain GEMM; consumers get the rest.
 // A block has what it got at launch, LAUNCH_REGISTERS x NUM_THREADS: asking for one more would wait for ever.
-template <class Base, int PRODUCER = Base::CONSUMER_WGS == 1 ? 120 : Base::SCALED ? 88 : 96> struct fused_config : Base {
+template <class Base, int PRODUCER = Base::CONSUMER_WGS == 1 ? 120 : 88> struct fused_config : Base {
     static constexpr int LAUNCH_REGISTERS = Base::CONSUMER_WGS == 1 ? 240 : 168;  // of a thread, as ptxas says
     static constexpr int REST = (LAUNCH_REGISTERS * (Base::CONSUMER_WGS + 1) - PRODUCER) / Base::CONSUMER_WGS / 8 * 8;
     static constexpr int PRODUCER_REGISTERS = PRODUCER, CONSUMER_REGISTERS = REST < 240 ? REST : 240;

@@ -36,13 +36,14 @@ struct reduce_finish {
         int num_tokens, block_rows;
     };
     static constexpr int SLICE = 2048;  // columns of an item, at most: the last ones of a call are spread over all warps
+    static constexpr int ENOUGH = 4096;  // items: fewer are cut finer
 
     // Own rows in the order in which this rank computes them, which is last. Dispensed, so that any number of warps helps.
     template <int> __device__ static void run(const call_view &c, const params &p) {
         const bool computed = __ldcg(p.words + DENSE_COMPUTED) != 0;
         const uint32_t epoch = *c.epoch_ptr;
         const int steps = (c.hidden + SLICE_STEP - 1) / SLICE_STEP;
-        const int slices = max((c.hidden + SLICE - 1) / SLICE, min(steps, ENOUGH_ITEMS / max(p.num_tokens, 1)));
+        const int slices = max((c.hidden + SLICE - 1) / SLICE, min(steps, ENOUGH / max(p.num_tokens, 1)));
         for (int item = take_item(p.next); item < p.num_tokens * slices;) {
             const int token = item / slices, slice = item % slices;
             const column_slice columns{slice * steps / slices * SLICE_STEP, min(c.hidden, (slice + 1) * steps / slices * SLICE_STEP)};
