@@ -25,7 +25,7 @@ from moe_tk.planner import (
     machine_of,
     row_block_of,
 )
-from moe_tk.runtime.gemm_tiles import POLICY_NORMAL, TileChoice, choose_tile
+from moe_tk.runtime.gemm_tiles import POLICY_EVICT_FIRST, POLICY_NORMAL, TileChoice, choose_tile
 from moe_tk.runtime.launch import Activation
 from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.nvlink_fp8 import scaled_weights
@@ -93,6 +93,7 @@ class NvlinkLayer:
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
         self.segments, self.row_block, self.pattern, self.passes, self.traced = segments, row_block, pattern, passes, traced
         self.variant: str | None = None  # name of the fused GEMMs of all calls; None: chosen by the size of each call
+        self.weights_policy: int | None = None  # of a fused call's loads of weights; None: by the size of each call
         self.consumers_place = True  # consumers of GEMM 1 place the first rows; False only to see what that gains
         self.mover_blocks = 0  # blocks whose mover warp moves rows in GEMM 1; 0: all, which is right except to see what they cost
         self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms, traced=traced)
@@ -141,6 +142,14 @@ class NvlinkLayer:
         g, segments = self.geometry, self.segments or 1
         return segments * max(1, g.num_local_experts), g.world * num_tokens * g.top_k / (g.num_experts * segments)
 
+    def _policy(self, num_tokens: int) -> int:
+        """How a fused call with num_tokens tokens keeps weights in L2: not, where each is read once, as choose_tile has it."""
+        if self.weights_policy is not None:
+            return self.weights_policy
+        row_block, (groups, rows) = self.variant_of(num_tokens).row_block, self._groups(num_tokens)
+        once = row_block == 64 and expected_blocks(groups, rows, row_block) <= groups
+        return POLICY_EVICT_FIRST if once else POLICY_NORMAL
+
     def tiles(self, num_tokens: int) -> tuple[TileChoice, TileChoice]:
         """Tiles of both GEMMs of a serial call with num_tokens tokens on this rank, if its experts get the mean share."""
         g = self.geometry
@@ -183,6 +192,8 @@ class NvlinkLayer:
         fields = self._fields(*self.choices(hidden.shape[0]), signature, hidden, ids, weights, out, hidden_scales)
         if pattern == "serial":
             fields.update(self._plain(hidden.shape[0]))
+        else:
+            fields["gemm1_policy"] = fields["gemm2_policy"] = self._policy(hidden.shape[0])
         self.session.run(fields, stages=STAGES[pattern] if stages is None else stages, timeout_s=self.timeout_s)
 
     def _plain(self, num_tokens: int) -> dict[str, int]:

@@ -173,7 +173,7 @@ def test_release_drops_everything():
     ops.synchronize()  # nothing to wait for
 
 
-@pytest.mark.parametrize("tokens, row_block", [(0, 64), (191, 64), (192, 128), (8192, 128)])
+@pytest.mark.parametrize("tokens, row_block", [(0, 64), (95, 64), (96, 128), (8192, 128)])
 def test_row_blocks_of_the_routed_ops_follow_from_sizes_that_all_ranks_know(tokens, row_block):
     sizes = dict(world=2, tokens_per_rank=tokens, top_k=8, num_experts=32)
     assert functional.routed_row_block(True, **sizes) == row_block

@@ -66,10 +66,11 @@ template <class Cfg> typename activation_epilogue<Cfg>::params make_activation(c
 
 template <class Cfg> void launch_gather(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
     using T = typename Cfg::T;
-    const auto globals = make_globals<Cfg, arrival_gate, activation_epilogue<Cfg>, count_push>(
+    auto globals = make_globals<Cfg, arrival_gate, activation_epilogue<Cfg>, count_push>(
         w, w.rows, w.call.hidden, call.w13, 2 * w.intermediate, w.activated, {w.call, w.counters.arrived},
         make_activation<Cfg>(w, call), {w.counters.l1_done}, w.tables.tasks1, COUNT_TASKS1,
         make_scales<Cfg>(w, w.slot_scales, call.w13_scales, 2 * w.intermediate));
+    globals.weights_policy = policy_of(call.gemm1.weights_policy);
     const pull_params<T> pull{.tokens = static_cast<const T *>(Cfg::SCALED ? nullptr : call.hidden_states),
                            .gathered = static_cast<T *>(w.rows), .scales = w.slot_scales, .scales_stride = w.max_slots,
                            .counts = w.tables.counts, .delivery_order = w.tables.delivery_order, .slots = w.tables.slots,
@@ -83,11 +84,12 @@ template <class Cfg> void launch_gather(const workspace_view &w, const layer_cal
 
 template <class Cfg, int GATHER_COLS> void launch_scatter(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
     static_assert(GROUP_COLS % Cfg::BLOCK_N == 0, "tiles of GEMM 2 belong to one column group each");
-    const auto globals = make_globals<Cfg, activated_gate, plain_epilogue, group_push>(
+    auto globals = make_globals<Cfg, activated_gate, plain_epilogue, group_push>(
         w, w.activated, w.intermediate, call.w2, w.call.hidden, w.expert_out,
         {{w.call, w.counters.l1_done}, call.activated_given ? 0u : uint32_t(kittens::ceil_div(2 * w.intermediate, GATHER_COLS))}, {},
         {w.counters.l2_done, tiles_of(w.call.hidden, Cfg::BLOCK_N)}, w.tables.tasks2, COUNT_TASKS2,
         make_scales<Cfg>(w, w.activated_scales, call.w2_scales, w.call.hidden));
+    globals.weights_policy = policy_of(call.gemm2.weights_policy);
     const combine_params combine = combine_params_of(w, call, Cfg::BLOCK_M, Cfg::BLOCK_N);
     launch(gemm_scatter<Cfg>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, shared_bytes<Cfg, bf16>(), behind, stream, globals, w.call,
            combine);

@@ -33,7 +33,7 @@ struct workspace_view {
     int num_sms;
 };
 
-// How a GEMM of the serial pattern is computed.
+// How a GEMM of the serial pattern is computed; of a fused one, how its weights are kept in L2.
 struct plain_gemm {
     int tile = -1;           // of plain_tiles(); -1: the call is fused
     int weights_policy = 0;  // as in gemm_args
