@@ -109,8 +109,8 @@ class Line:
         """Microseconds of a serial call with each tile of its row block in both GEMMs and of a fused call with each pair of tiles,
         weights kept in L2 or not."""
         calls, tokens = self.layer._calls, self.out.shape[0]
-        tiles, row_block = nvlink_module().plain_tiles(), calls.variant_of(tokens).row_block
-        chosen, graphs = calls._plain(tokens), {}
+        tiles, chosen, graphs = nvlink_module().plain_tiles(), calls._plain(tokens), {}
+        row_block = tiles[chosen["gemm1_tile"]]["row_block"]
         for index, tile in enumerate(tiles):
             for policy in (0, 1) if tile["row_block"] == row_block else ():
                 calls._plain_fields[tokens] = {**chosen, "gemm1_tile": index, "gemm2_tile": index, "gemm1_policy": policy,

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Everything about the layer over NVLink that wants two GPUs, in one go; goes on when a part fails. Run from the root of the checkout.
 #   benchmarks/run_all_h200.sh [OUT [PART...]]    results go to OUT (default: $OUT, else gpu_out); default: all parts in this order
-# build (40 s), checks (60 s), layer (30 s), patterns (35 s), bench (80 s), fp8 (25 s), dense (20 s), trace (50 s), suite (240 s), sanitize (90 s);
-# the seconds are limits. A copy without git takes its commit from MOE_TK_COMMIT.
+# build (90 s), checks (60 s), layer (50 s), patterns (35 s), bench (90 s), fp8 (25 s), dense (20 s), trace (50 s), suite (300 s), sanitize
+# (180 s); the seconds are limits, for what build has built. A copy without git takes its commit from MOE_TK_COMMIT.
 set -u
 out=$(mkdir -p "${1:-${OUT:-gpu_out}}" && cd "${1:-${OUT:-gpu_out}}" && pwd)
 parts=("${@:2}")
@@ -12,18 +12,12 @@ python=${PYTHON:-python3}
 commit=${MOE_TK_COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
 ranks() { timeout --kill-after=5 "$1" "$python" -m torch.distributed.run --nproc-per-node 2 "${@:2}"; }
 
-build() {
-    timeout 60 "$python" -c 'from moe_tk.runtime.nvlink import nvlink_module; print(nvlink_module())'
-}
+build() { timeout 90 "$python" -m tests.build_modules; }  # the layer, traced and not, the plain GEMMs, the probes: no later part compiles
 checks() {  # what a change of the kernels breaks first; the suite has the rest
-    timeout 60 "$python" -c '
-from tests.cuda.ranks import run_ranks
-for names in ("tables,layer_against_reference,graphs,refusals", "movers_place", "checks_variants:bf16,checks_variants:e4m3", "checks_serial:against_reference,checks_serial:mixed_patterns,checks_serial:missing_rank",
-              "checks_fp8:sent_rows,checks_fp8:layer_against_reference", "checks_ops:dense,checks_ops:routed"):
-    try:
-        print(run_ranks(names, timeout_s=40), flush=True)
-    except AssertionError as error:
-        print("FAILED", error, flush=True)'
+    local names=tables,layer_against_reference,graphs,refusals,movers_place,checks_variants:bf16,checks_variants:e4m3
+    names+=,checks_serial:against_reference,checks_serial:mixed_patterns,checks_serial:missing_rank
+    names+=,checks_fp8:sent_rows,checks_fp8:layer_against_reference,checks_ops:dense,checks_ops:routed
+    timeout 60 "$python" -m tests.cuda.ranks $names 2 55
 }
 layer() {
     ranks 30 benchmarks/nvlink_layer.py --shapes qwen3-30b-a3b,seed --modes ep,tp --graphs 1 --repeats 10 --json "$out/nvlink_layer.json"
@@ -33,7 +27,7 @@ patterns() {
     ranks 35 benchmarks/nvlink_patterns.py --shapes qwen3-30b-a3b,seed,mixtral-8x7b,deepseek-v4-flash,deepseek-v3 --modes ep,tp \
         --tokens 1,64,512,2048,8192 --routings uniform,zipf --repeats 7 --seconds 25 --commit "$commit" --json "$out/nvlink_patterns.json"
 }
-bench() { TABLE_LIMIT_S=50 INSIDE_LIMIT_S=30 bash benchmarks/run_layer_h200.sh "$out"; }
+bench() { TABLE_LIMIT_S=50 INSIDE_LIMIT_S=40 bash benchmarks/run_layer_h200.sh "$out"; }
 fp8() {
     ranks 25 benchmarks/nvlink_layer.py --dtype fp8 --shapes qwen3-30b-a3b,seed,deepseek-v4-flash,mixtral-8x7b --modes ep --graphs 1 --repeats 10 \
         --json "$out/nvlink_fp8.json"
@@ -43,12 +37,23 @@ trace() {
     timeout 50 "$python" -m moe_tk trace --shape qwen3-30b-a3b,seed --tokens 512,2048,8192 --mode ep,tp --out "$out/trace.json.gz" \
         --blocks 16 --picture "$out/trace.svg" --json "$out/trace_summary.json"
 }
-suite() { COMMIT=$commit bash benchmarks/run_gpu_tests.sh "$out/gpu_tests.txt" 240; }
+suite() { COMMIT=$commit bash benchmarks/run_gpu_tests.sh "$out/gpu_tests.txt" 300; }
+# sanitized TOOL RANK WORLD ARGUMENT...: of the kernels only this project's are checked. Their names are mangled: at:: is in none.
+sanitized() {
+    timeout --kill-after=5 55 compute-sanitizer --tool "$1" --port $((49152 + 50 * $2)) --prefix "=== $1, rank $2 of $3:" \
+        --kernel-name kernel_substring=moe_tk --error-exitcode 9 "$python" -m tests.cuda.sanitize_cases --seconds 35 "${@:4}"
+}
 sanitize() {
-    local tool
-    for tool in memcheck racecheck; do
-        timeout 45 compute-sanitizer --tool $tool --kernel-name-exclude kernel_substring=at:: "$python" -m tests.cuda.sanitize_cases
+    local store status=0 started=() rank
+    store=$(mktemp -u)
+    sanitized memcheck 0 1 || status=$?
+    sanitized racecheck 0 1 --small || status=$?
+    for rank in 0 1; do
+        sanitized memcheck "$rank" 2 "$rank" 2 "$store" &
+        started+=($!)
     done
+    for rank in "${started[@]}"; do wait "$rank" || status=$?; done
+    return $status
 }
 
 for part in "${parts[@]}"; do

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # All tests marked gpu or multi_gpu, with a log for benchmarks/results. Run from the root of the checkout.
-#   benchmarks/run_gpu_tests.sh LOG [LIMIT_S [pytest arguments]]   e.g. ... gpu_tests.txt 240 tests/cuda tests/layer
-# LOG gets commit, date, GPUs, driver, versions, every test with its outcome, and counts by file. COMMIT names the commit where the
-# checkout has no .git. Ends with pytest's status (124: the limit was over). Reads the GPUs' settings and changes none.
+#   benchmarks/run_gpu_tests.sh LOG [LIMIT_S [pytest arguments]]   e.g. ... gpu_tests.txt 300 tests/cuda tests/layer
+# All modules are built first, side by side; that is not in the limit.
+# LOG gets commit, date, GPUs, driver, versions, every test with its outcome, each failure as it happens, the slowest tests, and counts
+# by file. COMMIT names the commit where the checkout has no .git. Ends with pytest's status; 124: the limit was over, and pytest was
+# interrupted, so that it still says what was slow, and ends its ranks. Reads the GPUs' settings and changes none.
 set -u
 log=${1:?usage: benchmarks/run_gpu_tests.sh LOG [LIMIT_S [pytest arguments]]}
 limit=${2:-600}
@@ -32,10 +34,11 @@ END {
     echo "GPUs:    $(nvidia-smi --query-gpu=name,driver_version --format=csv,noheader | sort | uniq -c | sed 's/^ *//')"
     echo "python:  $("$python" -c "$versions")"
     echo "command: pytest -m 'gpu or multi_gpu' $*"
+    "$python" -m tests.build_modules 2>&1
 } | tee "$log"
 began=$SECONDS
-timeout --kill-after=10 "$limit" "$python" -m pytest -v -p no:cacheprovider -m "gpu or multi_gpu" --tb=short \
-    --durations=15 "$@" 2>&1 | tee -a "$log"
+timeout --signal=INT --kill-after=10 "$limit" "$python" -m pytest -v -p no:cacheprovider -p tests.at_once -m "gpu or multi_gpu" \
+    --tb=short --durations=30 "$@" 2>&1 | tee -a "$log"
 status=${PIPESTATUS[0]}
 {
     echo "=== by file"

@@ -64,13 +64,13 @@ class CudaMoELayer(CpuMoELayer):
                 pattern = "two_kernel"  # the only one with e4m3 GEMMs
             self.timeout_s = check_positive("timeout_s", env("MOE_TK_TIMEOUT_S") if timeout_s is None else timeout_s, "seconds")
             self.activation = resolve_activation(activation, swiglu_limit)
-            self.device = own_device(self.group, device)
             geometry = NvlinkGeometry(world=self.group.world, rank=self.group.rank, max_tokens=max_tokens_per_rank, top_k=top_k,
                                       num_experts=num_experts, hidden=hidden_size, intermediate_size=intermediate_size,
                                       mode=mode, max_segments=check_count("segments", 1 if segments is None else segments),
                                       dtype=str(dtype).removeprefix("torch."))
             self.memory: MemoryEstimate = nvlink_estimate(geometry)
             check_count("reserve_sms", reserve_sms, least=0)
+            self.device = own_device(self.group, device)  # last: what can be refused without a GPU is
         self.num_experts, self.top_k, self.max_tokens_per_rank = num_experts, top_k, max_tokens_per_rank
         self.hidden_size, self.intermediate_size = hidden_size, intermediate_size
         self.mode, self.dtype, self.weight_position = mode, dtype, weight_position

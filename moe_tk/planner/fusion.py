@@ -10,7 +10,8 @@ from moe_tk.planner.accounts import MIN_CEILING, MIN_WAVES, ceiling, waves
 from moe_tk.planner.machine import Machine
 
 ELEMENT_BYTES = 2     # bf16
-LARGE_TILE_ROWS = 48  # mean rows of an expert from which row blocks of 128 are used on CUDA, of 64 below
+LARGE_TILE_ROWS = 48  # mean rows of an expert from which fused GEMMs on CUDA use row blocks of 128, of 64 below
+SERIAL_LARGE_TILE_ROWS = 96  # the same for the GEMMs of the serial pattern, whose 64 x 256 tiles share weights in clusters
 COLUMN_BLOCK = 256    # of the wide fused tiles: in these the waves are counted, whatever tiles a call takes
 SAMPLES = (16, 64, 256, 512, 1024, 2048, 4096, 8192)  # tokens of a rank for which a plan is explained
 
@@ -58,9 +59,9 @@ class LayerWork:
         return math.ceil(self.row_blocks) * math.ceil(2 * self.local_intermediate / self.column_block)
 
 
-def row_block_of(world: int, tokens: int, top_k: int, num_experts: int) -> int:
+def row_block_of(world: int, tokens: int, top_k: int, num_experts: int, large_from: int = LARGE_TILE_ROWS) -> int:
     """Slots of a row block of a call on CUDA, by the mean number of rows of an expert."""
-    return 128 if world * tokens * top_k / num_experts >= LARGE_TILE_ROWS else 64
+    return 128 if world * tokens * top_k / num_experts >= large_from else 64
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from moe_tk.group import RankGroup
 from moe_tk.memory.nvlink_layout import NvlinkGeometry
 from moe_tk.planner import (
     FUSED_VARIANTS,
+    SERIAL_LARGE_TILE_ROWS,
     Choice,
     FusedVariant,
     LayerWork,
@@ -134,7 +135,7 @@ class NvlinkLayer:
         return chosen, segments
 
     def variant_of(self, num_tokens: int) -> FusedVariant:
-        """Tiles of the fused GEMMs of a call with num_tokens tokens on this rank; its row block is that of a serial call too."""
+        """Tiles of the fused GEMMs of a call with num_tokens tokens on this rank."""
         return FUSED_VARIANTS[self.geometry.dtype][self.choices(num_tokens)[0]]
 
     def _groups(self, num_tokens: int) -> tuple[int, float]:
@@ -153,7 +154,8 @@ class NvlinkLayer:
     def tiles(self, num_tokens: int) -> tuple[TileChoice, TileChoice]:
         """Tiles of both GEMMs of a serial call with num_tokens tokens on this rank, if its experts get the mean share."""
         g = self.geometry
-        row_block, (groups, rows) = self.variant_of(num_tokens).row_block, self._groups(num_tokens)
+        row_block = self.row_block or row_block_of(g.world, num_tokens, g.top_k, g.num_experts, SERIAL_LARGE_TILE_ROWS)
+        groups, rows = self._groups(num_tokens)
         blocks = expected_blocks(groups, rows, row_block)
         if row_block == 64 and blocks > groups:  # measured: 253 us a call of qwen3-30b-a3b at T = 512, 280 with 64 x 128
             both = TileChoice("64x256_s5_w2_c2", POLICY_NORMAL, "more than one block of 64 rows an expert: they share weights")

@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 import moe_tk
 from moe_tk.errors import PeerLost
+from moe_tk.group import resolve_group
 from tests.cuda.checks import BUDGET, SMALL, Case, Data, Ranks
 
 ODD = Case(256, 3, 31, (256, 100), hidden=520, inter=136)  # experts that do not divide by the world
@@ -150,8 +151,7 @@ def several_groups_and_geometries(ranks: Ranks) -> None:
     for group in groups:
         for case in (SMALL, ODD):
             for position in ("before_l2", "combine"):
-                where = Ranks(ranks.rank, ranks.world, ranks.device) if group is None else _Members(ranks, group)
-                layer, data = loaded(case, where, weight_position=position)
+                layer, data = loaded(case, _in_group(ranks, group), weight_position=position)
                 made.append((layer, data, case))
     assert len({id(layer.session) for layer, _, _ in made}) == 6
     chance = random.Random(3)
@@ -175,11 +175,11 @@ def several_groups_and_geometries(ranks: Ranks) -> None:
         dist.destroy_process_group(group)
 
 
-class _Members:
-    """Ranks of another group than the default one, with the same numbers."""
-
-    def __init__(self, ranks: Ranks, group) -> None:
-        self.rank, self.world, self.device, self.group = ranks.rank, ranks.world, ranks.device, group
+def _in_group(ranks: Ranks, group: dist.ProcessGroup | None) -> Ranks:
+    """The same ranks in another group; None: the default one."""
+    members = replace(ranks)
+    members.group = resolve_group(group)
+    return members
 
 
 def killed_in_flight(ranks: Ranks) -> None:

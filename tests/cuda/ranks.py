@@ -1,7 +1,9 @@
 """Runs a function of tests.cuda.checks, or of another module there, on every rank, one process and one GPU each.
 
-    run_ranks("tables,graphs", world=2, timeout_s=60)  from a test; names of another module: "checks_serial:tables"
-    python -m tests.cuda.ranks CHECK RANK WORLD PORT  in each process
+    python -m tests.cuda.ranks tables,graphs 2 60          on 2 ranks, within 60 s; names of another module: checks_serial:tables
+    python -m tests.cuda.ranks tables,graphs RANK WORLD PORT   what each rank runs
+
+A check that fails is told, and the next one runs if all ranks have come to the end of this one.
 """
 
 from __future__ import annotations
@@ -12,7 +14,10 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -25,8 +30,13 @@ def run_check(rank: int, world: int, names: str) -> None:
 
     ranks = checks.Ranks(rank, world, torch.device("cuda", torch.cuda.current_device()))
     for name in names.split(","):
-        module, _, function = name.rpartition(":")
-        getattr(importlib.import_module(f"tests.cuda.{module or 'checks'}"), function)(ranks)
+        check_of(name)(ranks)
+
+
+def check_of(name: str) -> Callable[[Any], None]:
+    """The function that a name of run_ranks stands for."""
+    module, _, function = name.rpartition(":")
+    return getattr(importlib.import_module(f"tests.cuda.{module or 'checks'}"), function)
 
 
 def free_port() -> int:
@@ -35,31 +45,27 @@ def free_port() -> int:
         return listener.getsockname()[1]
 
 
-def run_ranks(check: str, *, world: int = 2, timeout_s: float = 120.0, killed: tuple[int, ...] = ()) -> str:
-    """Output of all ranks. Fails when a rank does not end with status 0 in time; ranks in `killed` must die by a signal."""
+def run_ranks(names: str, *, world: int = 2, timeout_s: float = 120.0) -> tuple[str, bool]:
+    """(output of all ranks, whether all checks have passed on all of them)."""
     port = free_port()
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
-    processes = [subprocess.Popen([sys.executable, "-m", "tests.cuda.ranks", check, str(rank), str(world), str(port)], cwd=ROOT,
+    processes = [subprocess.Popen([sys.executable, "-m", "tests.cuda.ranks", names, str(rank), str(world), str(port)], cwd=ROOT,
                                   env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
                  for rank in range(world)]
     deadline = time.monotonic() + timeout_s
     outputs = []
-    for process in processes:
+    for rank, process in enumerate(processes):
         try:
-            outputs.append(process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0])
+            text = process.communicate(timeout=max(0.1, deadline - time.monotonic()))[0]
         except subprocess.TimeoutExpired:
             process.kill()
-            outputs.append(process.communicate()[0] + f"\nkilled after {timeout_s:g} s")
-    ended = list(enumerate(zip(processes, outputs, strict=True)))
-    text = "\n".join(f"--- rank {rank}: status {process.returncode}\n{out[-4000:]}" for rank, (process, out) in ended)
-    for rank, (process, _) in ended:
-        good = process.returncode < 0 if rank in killed else process.returncode == 0
-        assert good, text
-    return text
+            text = process.communicate()[0] + f"\nkilled after {timeout_s:g} s\n"
+        outputs.append(f"--- rank {rank}: status {process.returncode}\n{text[-20000:]}")
+    return "\n".join(outputs), not any(process.returncode for process in processes)
 
 
-def main() -> None:
-    check, rank, world, port = sys.argv[1], *map(int, sys.argv[2:5])
+def rank_main(names: list[str], rank: int, world: int, port: int) -> None:
+    """Ends the process, with status 1 if a check failed here."""
     import torch
     import torch.distributed as dist
 
@@ -70,13 +76,29 @@ def main() -> None:
     torch.cuda.set_device(device)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=world)
-    for name in check.split(","):
-        begin = time.monotonic()
-        home, _, function = name.rpartition(":")
-        module = importlib.import_module(f"tests.cuda.{home or 'checks'}")
-        getattr(module, function)(checks.Ranks(rank, world, device))
-        print(f"{name}: passed in {time.monotonic() - begin:.1f} s", flush=True)
-    os._exit(0)  # a peer may be gone: no collective tear-down
+    ranks, failed = checks.Ranks(rank, world, device), False
+    for index, name in enumerate(names):
+        begin, outcome = time.monotonic(), "passed"
+        try:
+            check_of(name)(ranks)
+        except BaseException:  # pytest's own failures are no Exceptions
+            outcome, failed = "FAILED", True
+            traceback.print_exc()
+        print(f"{name}: {outcome} in {time.monotonic() - begin:.1f} s", flush=True)
+        if index + 1 < len(names):
+            here = ranks.group.gather(name, timeout_s=20, step=f"test: the end of {name}")
+            assert here == [name] * world, f"ranks are in different places after {name}: {here}"
+    os._exit(failed)  # a peer may be gone: no collective tear-down
+
+
+def main() -> None:
+    checks, *numbers = sys.argv[1:]
+    if len(numbers) == 3:
+        rank_main(checks.split(","), *map(int, numbers))
+    world, seconds = (*map(int, numbers), *(2, 120)[len(numbers):])
+    text, passed = run_ranks(checks, world=world, timeout_s=seconds)
+    print(text)
+    sys.exit(0 if passed else 1)
 
 
 if __name__ == "__main__":

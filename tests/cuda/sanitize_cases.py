@@ -1,14 +1,22 @@
-"""Small calls of every variant of the layer and of every op, for compute-sanitizer (docs/testing.md gives the command). Runs
-alone as well.
+"""Small calls of every kernel of the layer and of the ops, for compute-sanitizer (docs/testing.md). Runs alone as well.
 
-    python -m tests.cuda.sanitize_cases [RANK WORLD STORE]   STORE: a file that all ranks name; left out: one rank
+    python -m tests.cuda.sanitize_cases [--small] [--seconds S] [RANK WORLD STORE]
+
+STORE: a file that all ranks name; without the three: one rank. --small: every role once, on few multiprocessors, for tools that
+watch each access to shared memory. --seconds: after S seconds no further case begins, so that the tool still sums up.
+
+The last line of each rank says how many calls were right: "rank 0 of 1: all 58 calls right".
 """
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import os
-import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,65 +29,137 @@ from tests.cuda.checks_fp8 import ScaledData, fp8_layer
 from tests.cuda.checks_ops import Dense, Routed
 
 LIMIT_S = 100.0  # a checked kernel takes its time
+FEW_SMS = 16     # the least that a launch of the layer takes
+VARIANTS = tuple(itertools.product(("ep", "tp"), (64, 128)))
+PLAIN = Case(70, 2, 5, (70, 33), segments=2, hidden=72, inter=40)
+# Six blocks of K in both GEMMs and, with one mover, more rows than pieces in its ring: every ring in shared memory comes round.
+ROUND = Case(40, 2, 3, (40, 9), segments=1, hidden=328, inter=328)
+ROUND_FP8 = replace(ROUND, hidden=768, inter=768)
+
+Cases = Iterator[tuple[str, Callable[[], int]]]  # what it is; makes calls, asserts, returns how many
 
 
-def check_ops(ranks: Ranks) -> int:
-    """Calls each op with row blocks of 64 and of 128; the number of calls."""
-    os.environ["MOE_TK_TIMEOUT_S"] = str(LIMIT_S)
+def on_few_sms(ranks: Ranks) -> dict[str, int]:
+    """Options of a layer that launches as few blocks as it can."""
+    return {"reserve_sms": torch.cuda.get_device_properties(ranks.device).multi_processor_count - FEW_SMS}
+
+
+def of_rank(case: Case, ranks: Ranks) -> Case:
+    """The case with as many columns for each rank in TP as on one."""
+    return replace(case, inter=case.inter * ranks.world) if case.mode == "tp" else case
+
+
+def call_layer(ranks: Ranks, case: Case, counts: tuple[int, ...], pattern: str = "two_kernel", options: dict | None = None,
+               **settings: int | str) -> int:
+    """A bfloat16 call with each of these numbers of tokens; settings: of the layer's calls."""
+    layer, data = case.layer(ranks, timeout_s=LIMIT_S, pattern=pattern, **(options or {})), Data(case, ranks)
+    data.load(layer)
+    for name, value in settings.items():
+        setattr(layer._calls, name, value)
+    for count in counts:
+        args = data.mine(count)
+        out = layer(*args)
+        layer.synchronize()
+        assert data.error(out, args) <= 2 * BUDGET, (case, count)
+    return len(counts)
+
+
+def call_fp8(ranks: Ranks, case: Case, given: tuple[bool, ...], options: dict | None = None, **settings: int | str) -> int:
+    """e4m3 calls with rows that come with their scales, or that the kernel quantises."""
+    layer, data = fp8_layer(case, ranks, timeout_s=LIMIT_S, **(options or {})), ScaledData(case, ranks)
+    data.load(layer)
+    for name, value in settings.items():
+        setattr(layer._calls, name, value)
+    args = data.mine(case.count(ranks.rank))
+    rows, scales = quantise_rows(args[0])
+    for quantised in given:
+        out = layer(rows, *args[1:], hidden_scales=scales.t()) if quantised else layer(*args)
+        layer.synchronize()
+        data.check(layer, out, args, str(case))
+    return len(given)
+
+
+def call_dense(ranks: Ranks, tokens: int, depth: int) -> int:
+    dense = Dense(ranks, tokens, depth, 264)
+    dense.check(dense.gather(), dense.scatter(), tokens)
+    return 2
+
+
+def call_routed(ranks: Ranks, case: Case) -> int:
+    call = Routed(ranks, Data(case, ranks), case, True)
+    dispatched = call.dispatch()
+    call.check_dispatch(*dispatched)
+    call.combine(dispatched[0])
+    call.mega()
+    ops.synchronize()
+    return 3
+
+
+def small_cases(ranks: Ranks) -> Cases:
+    few = on_few_sms(ranks)
+    for mode, row_block in (("ep", 64), ("tp", 128)):
+        case, scaled = (of_rank(replace(size, mode=mode, row_block=row_block), ranks) for size in (ROUND, ROUND_FP8))
+        call, counts, what = partial(call_layer, ranks, case, options=few), (case.count(ranks.rank),), f"{mode} {row_block}"
+        yield f"fused {what}", partial(call, counts, mover_blocks=1)
+        yield f"e4m3 {what}", partial(call_fp8, ranks, scaled, (row_block == 64,), few, mover_blocks=1)
+        yield f"serial {what}", partial(call, counts, "serial")
+        yield f"movers place, two passes {what}", partial(call, counts, consumers_place=False, passes=2)
+    for tokens in (33, 150):  # row blocks of 64 and of 128
+        yield f"dense ops {tokens}", partial(call_dense, ranks, tokens, 392)
+    yield "routed ops", partial(call_routed, ranks, replace(ROUND, row_block=None, segments=None))
+
+
+def more_cases(ranks: Ranks) -> Cases:
+    few = on_few_sms(ranks)
+    for variant in FUSED_VARIANTS["bfloat16"]:
+        call = partial(call_layer, ranks, replace(ROUND, hidden=648, inter=648), (ROUND.count(ranks.rank),), options=few)
+        yield f"fused tiles {variant.name}", partial(call, variant=variant.name)
+    for variant in FUSED_VARIANTS["float8_e4m3fn"]:
+        call = partial(call_fp8, ranks, replace(ROUND, hidden=1152, inter=1152), (False,), few)
+        yield f"e4m3 tiles {variant.name}", partial(call, variant=variant.name)
+    for mode, row_block in VARIANTS:
+        case, counts = replace(PLAIN, mode=mode, row_block=row_block), (PLAIN.count(ranks.rank), 0)
+        yield f"fused {mode} {row_block}, two segments", partial(call_layer, ranks, case, counts)
+        yield f"serial {mode} {row_block}, two segments", partial(call_layer, ranks, case, counts, "serial")
+        scaled = replace(case, hidden=256, inter=128 * ranks.world)
+        yield f"e4m3 {mode} {row_block}, two segments", partial(call_fp8, ranks, scaled, (False, True))
     for tokens in (33, 150):
-        dense = Dense(ranks, tokens, 72, 264)
-        dense.check(dense.gather(), dense.scatter(), tokens)
+        yield f"dense ops {tokens}, short", partial(call_dense, ranks, tokens, 72)
         for mode in ("ep", "tp"):
             case = Case(tokens, 2, 3, (tokens, 9), mode, hidden=72, inter=48)
-            call = Routed(ranks, Data(case, ranks), case, True)
-            call.check_dispatch(*call.dispatch())
-            call.combine(call.dispatch()[0])
-            call.mega()
-    ops.synchronize()
-    return 20
+            yield f"routed ops {mode} {tokens}", partial(call_routed, ranks, case)
 
 
-def check_fp8(ranks: Ranks) -> int:
-    """Calls of the e4m3 layer, both row blocks, rows quantised by the kernel and given; the number of calls."""
-    done = 0
-    for mode, row_block in itertools.product(("ep", "tp"), (64, 128)):
-        case = Case(70, 2, 5, (70, 33), mode, row_block, 2, hidden=256, inter=128 * ranks.world)
-        layer, data = fp8_layer(case, ranks, timeout_s=LIMIT_S), ScaledData(case, ranks)
-        data.load(layer)
-        args = data.mine(case.count(ranks.rank))
-        rows, scales = quantise_rows(args[0])
-        for variant in FUSED_VARIANTS["float8_e4m3fn"]:
-            if variant.row_block != row_block:
-                continue
-            layer._calls.variant = variant.name
-            for out in (layer(*args), layer(rows, *args[1:], hidden_scales=scales.t())):
-                layer.synchronize()
-                data.check(layer, out, args, f"{case} {variant.name}")
-                done += 1
-    return done
+def ranks_of(place: list[str]) -> Ranks:
+    """This process as one of the ranks that RANK WORLD STORE says, or alone."""
+    rank, world = (int(word) for word in (place[:2] or ("0", "1")))
+    torch.cuda.set_device(rank % torch.cuda.device_count())
+    if world > 1:
+        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.FileStore(place[2], world), rank=rank, world_size=world)
+    return Ranks(rank, world, torch.device("cuda", torch.cuda.current_device()))
 
 
 def main() -> None:
-    rank, world = (int(word) for word in (sys.argv[1:3] or ("0", "1")))
-    torch.cuda.set_device(rank % torch.cuda.device_count())
-    if world > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl", store=dist.FileStore(sys.argv[3], world), rank=rank, world_size=world)
-    ranks, done = Ranks(rank, world, torch.device("cuda", torch.cuda.current_device())), 0
-    for mode, row_block in itertools.product(("ep", "tp"), (64, 128)):
-        case = Case(70, 2, 5, (70, 33), mode, row_block, 2, hidden=72, inter=40)
-        layer, data = case.layer(ranks, timeout_s=LIMIT_S), Data(case, ranks)
-        data.load(layer)
-        names = [variant.name for variant in FUSED_VARIANTS["bfloat16"] if variant.row_block == row_block]
-        for name, count in itertools.product(names, (case.count(rank), 0)):
-            layer._calls.variant, args = name, data.mine(count)
-            out = layer(*args)
-            layer.synchronize()
-            assert data.error(out, args) <= 2 * BUDGET, (case, name, count)
-            done += 1
-    done += check_ops(ranks) + check_fp8(ranks)
+    began = time.monotonic()
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--small", action="store_true")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("place", nargs="*")
+    arguments = parser.parse_args()
+    os.environ["MOE_TK_TIMEOUT_S"] = str(LIMIT_S)  # of the ops
+    ranks = ranks_of(arguments.place)
+    cases, done, left = [*small_cases(ranks), *([] if arguments.small else more_cases(ranks))], 0, 0
+    for index, (name, calls) in enumerate(cases):
+        over = time.monotonic() - began > arguments.seconds
+        if any(ranks.group.gather(over, timeout_s=LIMIT_S, step="the next case")):
+            left = len(cases) - index
+            break
+        done += calls()
+        print(f"rank {ranks.rank}: {name}: right, {time.monotonic() - began:.1f} s", flush=True)
     torch.cuda.synchronize()
-    print(f"rank {rank} of {world}: {done} calls right", flush=True)
-    os._exit(0)
+    told = f"{done} calls right, {left} of {len(cases)} cases left when the time was over" if left else f"all {done} calls right"
+    print(f"rank {ranks.rank} of {ranks.world}: {told}", flush=True)
+    os._exit(1 if left else 0)
 
 
 if __name__ == "__main__":

@@ -7,19 +7,19 @@ from collections import Counter
 
 import numpy as np
 
+from moe_tk.memory.nvlink_layout import FUSED_COLUMN_BLOCK
 from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, LOADER, SPARE, STORERS, kind_number
 from moe_tk.trace.model import Laps, RankTrace
 from moe_tk.trace.summary import GATHER, OPEN, OPEN_PHASES, SCATTER
 
 COLUMN_GROUPS = 4      # column_work.hpp MAX_COL_GROUPS
-GROUP_COLS = 256       # ... and the step of a group's columns
 TOLERANCE_NS = 2000.0  # a stamp is written a moment after what it tells of; plus a tick of the timer
 
 
 def check_trace(trace: RankTrace, tables: dict[str, np.ndarray], *, row_block: int, top_k: int, tokens: int,
                 columns: int, per_step: int = 1) -> None:
-    """tables: those of TABLES, as the workspace has them; columns: column blocks of GEMM 2, per_step of them in GROUP_COLS. Raises
-    AssertionError."""
+    """tables: those of TABLES, as the workspace has them; columns: column blocks of GEMM 2, per_step of them in a step of which the
+    column groups are made. Raises AssertionError."""
     assert trace.lost == 0
     slots, _, jobs, tasks1, tasks2 = (int(count) for count in tables["counts"])
     error = TOLERANCE_NS + trace.clock["timer_period_ns"]
@@ -160,6 +160,6 @@ def traced_layer(ranks) -> None:
         tables = {name: workspace.local(name).cpu().numpy() for name in TABLES}
         variant = layer._calls.variant_of(len(x))
         check_trace(trace, tables, row_block=variant.row_block, top_k=case.top_k, tokens=len(x),
-                    columns=-(-case.hidden // variant.scatter_cols), per_step=GROUP_COLS // variant.scatter_cols)
+                    columns=-(-case.hidden // variant.scatter_cols), per_step=FUSED_COLUMN_BLOCK // variant.scatter_cols)
         for samples in layer.session.stamps.compare_clocks(timeout_s=30).values():
             assert between(offset_of(samples), None).error_ns < 20_000

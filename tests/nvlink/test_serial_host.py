@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_tk.memory.nvlink_layout import MIN_COLUMN_BLOCK, NvlinkGeometry
+from moe_tk.memory.nvlink_layout import MIN_COLUMN_BLOCK, ROW_BLOCKS, NvlinkGeometry
 from moe_tk.planner.machine import H200
 from moe_tk.runtime.nvlink_layer import TILE_BYTES, TILE_ROWS, NvlinkLayer, tiled
 from moe_tk.runtime.nvlink_session import COMBINE, GATHER, GEMM1, GEMM2, OPEN, PULL, SCATTER, STAGES
@@ -49,7 +49,7 @@ def test_auto_asks_the_planner_for_each_number_of_tokens():
 
 @pytest.mark.parametrize("tokens, first, second", [
     (1, "64x128_s4_p2_c1", "64x128_s4_p2_c1"), (64, "64x128_s4_p2_c1", "64x128_s4_p2_c1"),
-    (300, "64x256_s5_w2_c2", "64x256_s5_w2_c2"), (512, "128x256_s4_c2", "128x256_s4_c2"), (2048, "128x256_s4_c2", "128x256_s4_c2")])
+    (512, "64x256_s5_w2_c2", "64x256_s5_w2_c2"), (2048, "128x256_s4_c2", "128x256_s4_c2")])
 def test_tiles_follow_the_rows_of_an_expert(tokens, first, second):
     qwen = layer("serial")
     chosen = qwen.tiles(tokens)
@@ -75,8 +75,8 @@ def test_few_tiles_are_narrower():
 @pytest.mark.parametrize("tokens", [0, 1, 100, 512, 8192])
 def test_task_lists_have_room_for_every_tile(name, tokens):
     assert TILES[name][1] >= MIN_COLUMN_BLOCK
-    row_block = layer().variant_of(tokens).row_block
-    assert all(TILES[tile.name][0] == row_block for tile in layer().tiles(tokens))
+    first, second = layer().tiles(tokens)
+    assert TILES[first.name][0] == TILES[second.name][0] in ROW_BLOCKS
 
 
 def slab(tiles: torch.Tensor, col_block: int, block_n: int, part: int, panel: int, num_panels: int) -> torch.Tensor:

@@ -2,24 +2,20 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 
-from moe_tk.runtime.build import build_cuda_module, load_module
+from moe_tk.runtime.build import load_module
+from tests.build_modules import kittens_unit
 
 pytestmark = pytest.mark.gpu
-REPO = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(scope="module")
 def kittens():
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs a GPU of compute capability 9.0")
-    path = build_cuda_module("kittens_unit", ["tests/thunderkittens/unit_module.cu"], arch="90a", root=REPO,
-                             extra_flags=("-DKITTENS_TEST_WGMMA",))
-    return load_module(path, "kittens_unit")
+    return load_module(kittens_unit(), "kittens_unit")
 
 
 def random(*shape, dtype=torch.bfloat16):

@@ -11,13 +11,14 @@ import pytest
 from made_up import BEGIN_NS, BLOCKS, CAPACITY, COLUMNS2, GHZ, ROW_BLOCK, TOKENS, TOP_K, MadeUp, make_call, make_tables
 
 from moe_tk.errors import MoETkError
+from moe_tk.memory.nvlink_layout import FUSED_COLUMN_BLOCK
 from moe_tk.runtime import stamps
 from moe_tk.trace.clocks import Offset, between, offset_of
 from moe_tk.trace.decode import decode
 from moe_tk.trace.kinds import BUILD_BLOCKS, GPU_KERNELS, GPU_KINDS, LOADER, MOMENT, SPARE, STORERS, WRITERS, kind_number
 from moe_tk.trace.model import RankTrace, Trace
 from moe_tk.trace.summary import GATHER, OPEN, SCATTER, summarise
-from tests.cuda.trace_checks import COLUMN_GROUPS, GROUP_COLS, check_trace
+from tests.cuda.trace_checks import COLUMN_GROUPS, check_trace
 
 REPO = Path(__file__).resolve().parents[2]
 CALL = {"shape": "small", "mode": "ep", "tokens_per_rank": TOKENS, "world": 1, "traced_call_us": 100.0, "gpu": "made up"}
@@ -187,6 +188,7 @@ def test_numbers_here_are_those_of_the_header():
         assert where[native] == kind_number(ours), native
     assert re.search(r"STAMP_KERNELS = 3, STAMP_WRITERS = 12", text)
     assert (stamps.KERNELS, stamps.WRITERS, WRITERS) == (3, 12, 12)
-    columns = (REPO / "tk_kernels/nvlink/column_work.hpp").read_text()
-    assert re.search(rf"MAX_COL_GROUPS = {COLUMN_GROUPS};", columns) and re.search(rf"GROUP_COLS = {GROUP_COLS};", columns)
+    column_work = (REPO / "tk_kernels/nvlink/column_work.hpp").read_text()
+    assert re.search(rf"MAX_COL_GROUPS = {COLUMN_GROUPS};", column_work)
+    assert re.search(rf"GROUP_COLS = {FUSED_COLUMN_BLOCK};", column_work)  # traced_layer counts column blocks of this width
     assert re.search(rf"OPEN_CLUSTER = {BUILD_BLOCKS};", (REPO / "tk_kernels/nvlink/tables.cuh").read_text())
