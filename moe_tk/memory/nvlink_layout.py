@@ -12,7 +12,7 @@ from moe_tk.schedule.capacity import ceil_div
 
 ROW_BLOCKS = (64, 128)     # of the compiled GEMMs; a call uses one of them
 MIN_COLUMN_BLOCK = 128     # of the compiled GEMMs: room for their task lists
-FUSED_COLUMN_BLOCK = 256   # of the fused ones among them
+FUSED_COLUMN_BLOCK = 256   # of the fused ones among them, where they are not narrower
 JOB_CHUNK = 32             # tokens between two watermarks
 MAX_GROUPS = 1536          # segments * local experts; checked against the module when it is loaded
 OPEN_CLUSTER = 8           # blocks that build the tables; checked too

@@ -299,17 +299,17 @@ __device__ __forceinline__ block_place place_of_block(const open_globals &g, con
 }
 
 // The row block's part of task_order of one GEMM: `passes` over the columns, in each of them supertiles of 8 row blocks, column
-// by column, every second column upwards.
+// by column, every second column upwards. A pass is a whole number of runs of `per_step` column blocks.
 __device__ __forceinline__ void write_tasks(const open_globals &g, const build_place &me, const block_place &b, int col_blocks, int passes,
-                                            int4 *tasks) {
+                                            int per_step, int4 *tasks) {
     constexpr int SUPERTILE = 8;
     const int tile = b.start + ((b.block - b.start) & -SUPERTILE), height = min(SUPERTILE, b.end - tile), down = b.block - tile;
-    const column_groups columns{passes, col_blocks};
+    const column_tiles tiles{{passes, (col_blocks + per_step - 1) / per_step}, col_blocks, per_step};
 #pragma unroll 1
     for (int col = me.lane; col < col_blocks; col += 32) {
-        const int pass = passes == 1 ? 0 : columns.of(col), first = passes == 1 ? 0 : columns.first(pass), in_pass = col - first;
+        const int pass = passes == 1 ? 0 : tiles.group_of(col), first = passes == 1 ? 0 : tiles.first(pass), in_pass = col - first;
         const int before = b.segment_start * col_blocks + (b.segment_end - b.segment_start) * first +
-                           (tile - b.segment_start) * (passes == 1 ? col_blocks : int(columns.size(pass)));
+                           (tile - b.segment_start) * (passes == 1 ? col_blocks : int(tiles.size(pass)));
         tasks[before + in_pass * height + (in_pass % 2 ? height - 1 - down : down)] =
             make_int4(b.segment, b.group - b.segment * g.num_local, b.block, col);
     }
@@ -328,7 +328,7 @@ __device__ __forceinline__ void write_blocks(const open_globals &g, const build_
         for (int slot = rows + me.lane; slot < g.row_block; slot += 32) t.slot_pair[first + slot] = -1;
 #pragma unroll 1
         for (int gemm = 0; gemm < 2; ++gemm)
-            write_tasks(g, me, b, gemm ? g.col_blocks2 : g.col_blocks1, gemm ? g.passes : 1, gemm ? t.tasks2 : t.tasks1);
+            write_tasks(g, me, b, gemm ? g.col_blocks2 : g.col_blocks1, gemm ? g.passes : 1, gemm ? g.per_step2 : 1, gemm ? t.tasks2 : t.tasks1);
     }
 }
 

@@ -30,7 +30,7 @@ void launch_open_call(const workspace_view &w, const layer_call &call, cudaStrea
         .row_block = v.row_block, .segments = call.segments, .max_blocks = w.max_blocks, .max_slots = w.max_slots,
         .col_blocks1 = (2 * w.intermediate + v.gather_cols - 1) / v.gather_cols,
         .col_blocks2 = (w.call.hidden + v.scatter_cols - 1) / v.scatter_cols,
-        .passes = call.passes,
+        .per_step2 = GROUP_COLS / v.scatter_cols, .passes = call.passes,
         .epoch = w.epoch, .blocks_done = w.blocks_done, .copies_done = w.copies_done, .routing_sent = w.routing_sent,
         .room = room_for(call.segments * w.num_local), .one_sender_pairs = ONE_SENDER_PAIRS, .one_builder_pairs = ONE_BUILDER_PAIRS};
     // One cluster builds; as many as help copy the rows, which is one for each 256 KiB.

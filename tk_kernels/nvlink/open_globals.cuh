@@ -57,7 +57,7 @@ struct open_globals {
     divisor choices;            // by k
     int row_block, segments, max_blocks, max_slots;
     int col_blocks1, col_blocks2;  // of the two GEMMs
-    int passes;                 // over the columns of GEMM 2
+    int per_step2, passes;      // column blocks of GEMM 2 in GROUP_COLS; passes over its columns
     uint32_t *epoch;            // written by the last block
     uint32_t *blocks_done, *copies_done;  // self-resetting
     uint32_t *routing_sent;     // epoch

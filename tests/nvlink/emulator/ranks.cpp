@@ -65,7 +65,7 @@ open_globals open_of(const rank_fields &r, const call_view &c) {
             .row_block = int(r.row_block), .segments = int(r.segments),
             .max_blocks = int(r.max_blocks), .max_slots = int(r.max_slots),
             .col_blocks1 = int((2 * r.intermediate + r.gather_cols - 1) / r.gather_cols),
-            .col_blocks2 = int((r.hidden + r.scatter_cols - 1) / r.scatter_cols), .passes = int(r.passes),
+            .col_blocks2 = int((r.hidden + r.scatter_cols - 1) / r.scatter_cols), .per_step2 = int(GROUP_COLS / r.scatter_cols), .passes = int(r.passes),
             .epoch = at<uint32_t>(r.epoch), .blocks_done = at<uint32_t>(r.blocks_done), .copies_done = at<uint32_t>(r.copies_done),
             .routing_sent = at<uint32_t>(r.routing_sent),
             .room = room_for(int(r.segments * r.num_local), int(r.shared_bytes)), .one_sender_pairs = int(r.one_sender_pairs),
@@ -78,7 +78,7 @@ combine_params combine_of(const rank_fields &r, const open_globals &g) {
             .token_counts = t.token_counts, .contributors = t.contributors, .l2_done = g.counters.l2_done,
             .job_done = g.counters.job_done, .next_item = g.counters.next_item, .expert_out = at<bf16>(r.expert_out),
             .slot_weight = r.weights_before_l2 ? nullptr : t.slot_weight, .out = at<bf16>(r.out), .num_tokens = g.num_tokens,
-            .row_block = g.row_block, .block_cols = GROUP_COLS, .columns = groups_of(g.call.hidden)};
+            .row_block = g.row_block, .tiles = tiles_of(g.call.hidden, int(r.scatter_cols))};
 }
 
 // One rank's stream: launches one after the other, gemm_scatter beside gather_gemm.
@@ -218,7 +218,7 @@ class rank_stream {
             if (!activated_gate::ready(gate, w.task)) activated_gate::wait(gate, w.task);
             tile2(w.task);
             emulator::yield();
-            group_push::publish({g_.counters.l2_done, combine_.columns}, w.task);
+            group_push::publish({g_.counters.l2_done, combine_.tiles}, w.task);
         });
     }
     void multiply_all() const {
