@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
             work = work_of(shape, tokens=tokens, world=args.world, mode=args.mode)
             table.add_row(*row(shape, tokens, choose_fusion(work, machine)))
     console.print(table)
-    console.print(f"ceiling: what perfect overlap could gain, (compute + move) / the larger; fused from {MIN_CEILING:g}. "
-                  f"waves: tiles of GEMM 1 / multiprocessors; fused from {MIN_WAVES:g}.", highlight=False)
+    console.print(f"ceiling: what perfect overlap could gain, (compute + move) / the larger; from {MIN_CEILING:g} fused. "
+                  f"waves: tiles of GEMM 1 / multiprocessors; below {MIN_WAVES:g}, or with less to gain, the shorter estimate.",
+                  highlight=False)
     return 0

@@ -13,6 +13,10 @@ ELEMENT_BYTES = 2     # bf16
 LARGE_TILE_ROWS = 48  # mean rows of an expert from which fused GEMMs on CUDA use row blocks of 128, of 64 below
 SERIAL_LARGE_TILE_ROWS = 96  # the same for the GEMMs of the serial pattern, whose 64 x 256 tiles share weights in clusters
 COLUMN_BLOCK = 256    # of the wide fused tiles: in these the waves are counted, whatever tiles a call takes
+# From times of both patterns (docs/performance.md): at T = 64 the fused call of qwen3-30b-a3b, all of whose weights take 132 us, was
+# 3 us shorter, that of seed (526) 5 us longer, of deepseek-v4-flash (1340) 31 and of deepseek-v3 (2420) 46.
+FEW_ROWS_LOSS = 0.0205       # of the time of the weights
+SERIAL_LAUNCHES_S = 7e-6
 SAMPLES = (16, 64, 256, 512, 1024, 2048, 4096, 8192)  # tokens of a rank for which a plan is explained
 
 
@@ -94,16 +98,31 @@ def move_seconds(work: LayerWork, machine: Machine) -> float:
     return 2 * row * max(work.moved_rows / (machine.wire_gbs * 1e9), work.pairs / (machine.hbm_gbs * 1e9))
 
 
+def fused_loss_seconds(work: LayerWork, compute_s: float) -> float:
+    """By how much the fused GEMMs are longer than plain ones. With blocks of 64 rows they are bound by reading weights, and take a
+    part more for them; with blocks of 128 rows nothing was lost."""
+    return FEW_ROWS_LOSS * compute_s if work.row_block == 64 else 0.0
+
+
+def serial_extra_seconds(work: LayerWork, machine: Machine) -> float:
+    """What only a serial call does: two more launches, and rows written to their slots, from which its GEMM 1 reads them."""
+    return SERIAL_LAUNCHES_S + 2 * work.hidden * ELEMENT_BYTES * work.pairs / (machine.hbm_gbs * 1e9)
+
+
 def choose_fusion(work: LayerWork, machine: Machine) -> Choice:
-    """The pattern of a call: serial below one wave of tiles or with a ceiling under MIN_CEILING, else two_kernel."""
+    """The pattern of a call. Below one wave of tiles, or with a ceiling under MIN_CEILING, there is nothing to overlap with: then
+    serial, if the fused GEMMs lose more than a serial call does besides. Else two_kernel."""
     compute_s, move_s = compute_seconds(work, machine), move_seconds(work, machine)
     most, rounds = ceiling(compute_s, move_s), waves(work.tasks, machine.sms)
-    if rounds < MIN_WAVES:
-        pattern, why = "serial", f"less than {MIN_WAVES:g} wave of tiles, nothing to overlap with"
-    elif most < MIN_CEILING:
-        pattern, why = "serial", f"perfect overlap gains less than {MIN_CEILING:g}"
-    else:
+    lost_s, extra_s = fused_loss_seconds(work, compute_s), serial_extra_seconds(work, machine)
+    if rounds >= MIN_WAVES and most >= MIN_CEILING:
         pattern, why = "two_kernel", "there is time to hide"
+    else:
+        little = f"less than {MIN_WAVES:g} wave of tiles"
+        if rounds >= MIN_WAVES:
+            little = f"perfect overlap gains less than {MIN_CEILING:g}"
+        pattern = "serial" if lost_s > extra_s else "two_kernel"
+        why = f"{little}, fused GEMMs lose {lost_s * 1e6:.0f} us, serial calls {extra_s * 1e6:.0f}"
     return Choice(pattern, why, compute_s, move_s, most, rounds)
 
 

@@ -130,7 +130,7 @@ class NvlinkLayer:
             return next(index for index, found in enumerate(FUSED_VARIANTS[g.dtype]) if found.name == self.variant), segments
         row_block = self.row_block or row_block_of(g.world, num_tokens, g.top_k, g.num_experts)
         groups, rows = self._groups(num_tokens)
-        chosen = choose_variant(g.dtype, row_block=row_block, groups=groups, rows=rows, hidden=g.hidden, sms=self.session.num_sms)
+        chosen = choose_variant(g.dtype, row_block=row_block, groups=groups, rows=rows)
         return chosen, segments
 
     def variant_of(self, num_tokens: int) -> FusedVariant:

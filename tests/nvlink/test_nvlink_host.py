@@ -145,9 +145,9 @@ def test_row_block_follows_the_rows_per_expert(tokens, row_block):
     assert layer.variant_of(tokens).row_block == row_block and layer.choices(tokens)[1] == 1
     layer.row_block, layer.segments = 64, 3
     assert layer.variant_of(tokens).row_block == 64 and layer.choices(tokens)[1] == 3
-    layer.variant = "128x256_128"  # forced
+    layer.variant = "64x128"  # forced
     assert layer.variant_of(tokens) == FUSED_VARIANTS["bfloat16"][layer.choices(tokens)[0]]
-    assert layer.variant_of(tokens).name == "128x256_128"
+    assert layer.variant_of(tokens).name == "64x128"
 
 
 def session(rank: int = 1) -> NvlinkSession:
