@@ -9,7 +9,7 @@ import torch
 
 from moe_tk.runtime.stamps import HEADER, KERNELS, RECORD, WRITERS
 from moe_tk.schedule import build_tables, make_routing, task_order
-from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, LOADER, SPARE, STORERS, kind_number
+from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, GPU_KERNELS, LOADERS, STORERS, kind_number
 from moe_tk.trace.summary import GATHER, OPEN, OPEN_PHASES, SCATTER
 
 TOKENS, TOP_K, EXPERTS, ROW_BLOCK, COLUMNS1, COLUMNS2 = 40, 2, 4, 64, 3, 6
@@ -47,14 +47,13 @@ def make_tables() -> dict[str, np.ndarray]:
     ids = make_routing("uniform", TOKENS, EXPERTS, TOP_K, seed=3).topk_ids
     tables = build_tables(ids, token_counts=[TOKENS], world=1, rank=0, num_experts=EXPERTS, mode="ep", row_block=ROW_BLOCK)
     tasks1, tasks2 = (task_order(tables, columns).numpy() for columns in (COLUMNS1, COLUMNS2))
-    found = {"tasks1": tasks1, "tasks2": tasks2, "slot_pair": tables.slot_pair.numpy(), "slots": tables.slots.numpy(),
-             "delivery_order": tables.delivery_order.numpy(), "job_order": tables.job_order.numpy()}
+    found = {"tasks1": tasks1, "tasks2": tasks2, "slots": tables.slots.numpy(), "job_order": tables.job_order.numpy()}
     counts = torch.tensor([len(tables.slot_pair), tables.num_blocks, tables.num_jobs, len(tasks1), len(tasks2)])
     return {**found, "counts": counts.numpy()}
 
 
 def make_call(tables: dict[str, np.ndarray]) -> MadeUp:
-    """A call in which everything happens in order: tables, rows, tiles of both GEMMs, jobs, own tokens."""
+    """A call in which everything happens in order: rows and tables, tiles of both GEMMs, jobs, own tokens."""
     call = MadeUp()
     for kernel, at, writers in ((OPEN, 0, 1), (GATHER, 9_984, WRITERS), (SCATTER, 59_968, WRITERS)):
         call.begun |= {(kernel, block, writer): at for block in range(BLOCKS) for writer in range(writers)}
@@ -63,26 +62,11 @@ def make_call(tables: dict[str, np.ndarray]) -> MadeUp:
             call.lanes.setdefault((OPEN, block, 0), []).append((kind, 0, step * 1_024, (step + 1) * 1_024))
     for block in range(BUILD_BLOCKS, BLOCKS):
         call.lap(OPEN, block, 0, "export rows", 0, 0, 4_096)
-    _rows(call, tables)
     _tiles(call, GATHER, tables["tasks1"], 16_000)
     _tiles(call, SCATTER, tables["tasks2"], 64_000)
     _batches(call, len(tables["job_order"]), "wait for jobs", "combine", 90_016)
     _batches(call, TOKENS, "wait for partial rows", "reduce", 100_000)
     return call
-
-
-def _rows(call: MadeUp, tables: dict[str, np.ndarray]) -> None:
-    clock = dict.fromkeys(range(BLOCKS), 10_016)
-    for number, row in enumerate(tables["delivery_order"].tolist()):
-        block = number % BLOCKS
-        if number < BLOCKS:  # the first ones by a warp of the consumers
-            call.lap(GATHER, block, CONSUMERS[0] + 1, "move row", row, 10_016, 11_040)
-            continue
-        begin, clock[block] = clock[block], clock[block] + 640
-        call.lap(GATHER, block, SPARE, "move row", row, begin, clock[block])
-        call.lap(GATHER, block, SPARE, "row placed", number // BLOCKS - 1, begin, clock[block])
-    for block, at in clock.items():
-        call.lap(GATHER, block, SPARE, "drain", 0, at, at + 320)
 
 
 def _tiles(call: MadeUp, kernel: int, tasks: np.ndarray, first: int) -> None:
@@ -91,10 +75,11 @@ def _tiles(call: MadeUp, kernel: int, tasks: np.ndarray, first: int) -> None:
         block, tile = number % BLOCKS, row_block << 8 | column
         at = clock[block]
         clock[block] += 4_800
-        if number < BLOCKS:
-            call.lap(kernel, block, LOADER, "load weights", tile, at - 1_600, at - 640)
-            call.lap(kernel, block, LOADER, "gate", tile, at - 640, at)
-        call.lap(kernel, block, LOADER, "load", tile, at, at + 3_200)
+        for loader in LOADERS[GPU_KERNELS[kernel]]:
+            if number < BLOCKS:
+                call.lap(kernel, block, loader, "load weights", tile, at - 1_600, at - 640)
+                call.lap(kernel, block, loader, "gate", tile, at - 640, at)
+            call.lap(kernel, block, loader, "load", tile, at, at + 3_200)
         for index, (consumer, storer) in enumerate(zip(CONSUMERS, STORERS, strict=True)):
             call.lap(kernel, block, consumer, "wait for inputs", tile, at, at + 320)
             if index == 1 and number % 3 == 0:

@@ -72,7 +72,6 @@ template <class T> __device__ __forceinline__ void place_first_rows(const call_v
         const T *from = sources.find(row);
         if (from == nullptr) return;
         place_row(c, p, from, row);
-        stamp_lap_warp(stamp_kind::move, row);
     }
 }
 

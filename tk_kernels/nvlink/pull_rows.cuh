@@ -64,7 +64,6 @@ template <class T> class row_sources {
             __syncwarp();  // what lane 0 has acquired holds for all lanes
             if (!__shfl_sync(0xffffffff, int(ok), 0)) return nullptr;
             ready_ |= 1u << source;
-            stamp_lap_warp(stamp_kind::source_wait, source);
         }
         return c_.row<const T>(c_.rank, source, token);
     }
@@ -102,12 +101,10 @@ template <class T> class row_puller {
                 if (lane_ == 0) load(loaded, from, part);
                 if (loaded >= S::LOADS) store(loaded - S::LOADS);
             }
-            stamp_lap_warp(stamp_kind::move, row);
         }
         for (int piece = max(0, loaded - S::LOADS); piece < loaded; ++piece) store(piece);
         kittens::tma::store_async_wait<0>();
         for (int piece = max(0, loaded - S::PIECES); piece < loaded; ++piece) retire(piece);
-        stamp_lap_warp(stamp_kind::drain, number);
     }
 
   private:
@@ -160,7 +157,6 @@ template <class T> class row_puller {
         }
         const int slot = s_.slot_of[piece / per_row_ % S::ROWS][lane_];
         if (slot >= 0) add_release_gpu(p_.arrived + slot / p_.row_block, 1u);
-        stamp_moment_warp(stamp_kind::placed, piece / per_row_);
     }
 
     const call_view &c_;
