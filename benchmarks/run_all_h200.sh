@@ -14,14 +14,13 @@ ranks() { timeout --kill-after=5 "$1" "$python" -m torch.distributed.run --nproc
 
 build() { timeout 90 "$python" -m tests.build_modules; }  # the layer, traced and not, the plain GEMMs, the probes: no later part compiles
 checks() {  # what a change of the kernels breaks first; the suite has the rest
-    local names=tables,layer_against_reference,graphs,refusals,movers_place
+    local names=tables,layer_against_reference,graphs,refusals,two_passes
     names+=,checks_serial:against_reference,checks_serial:mixed_patterns,checks_serial:missing_rank
     names+=,checks_fp8:sent_rows,checks_fp8:layer_against_reference,checks_ops:dense,checks_ops:routed
     timeout 60 "$python" -m tests.cuda.ranks $names 2 55
 }
 layer() {
     ranks 30 benchmarks/nvlink_layer.py --shapes qwen3-30b-a3b,seed --modes ep,tp --graphs 1 --repeats 10 --json "$out/nvlink_layer.json"
-    ranks 20 benchmarks/nvlink_layer.py --shapes qwen3-30b-a3b --modes ep --graphs 1 --repeats 10 --movers-place --json "$out/nvlink_movers.json"
 }
 patterns() {
     ranks 35 benchmarks/nvlink_patterns.py --shapes qwen3-30b-a3b,seed,mixtral-8x7b,deepseek-v4-flash,deepseek-v3 --modes ep,tp \

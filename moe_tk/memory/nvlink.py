@@ -137,7 +137,7 @@ class NvlinkWorkspace:
         """Fields of nvlink::workspace_view."""
         g = self.geometry
         local = {name: buffer.data_ptr() + item.offset for name, (buffer, item) in self._local.items()}
-        local = {"expert_out": local["slot_rows"], "slot_scales": 0, "activated_scales": 0, **local}
+        local = {"expert_out": local.get("slot_rows", 0), "slot_rows": 0, "activated_scales": 0, **local}
         return {**local, **{name: item.offset for name, item in self._symmetric.items()}, "bases": self.heap.bases,
                 "mailbox": self.mailbox.data_ptr(), "rank": self.group.rank, "max_tokens": g.max_tokens, "top_k": g.top_k,
                 "hidden": g.hidden, "row_bytes": g.row_bytes, "quantised": g.quantised, "job_chunk": JOB_CHUNK,

@@ -150,7 +150,7 @@ def table_items(g: NvlinkGeometry) -> tuple[Item, ...]:
         ("copies_done", (1,), 4, "blocks that have sent their rows"),
         ("routing_sent", (1,), 4, "epoch of the routing that this rank has sent"),
         ("record_claim", (1,), 4, "whether a wait record was filed"),
-        ("next_row", (1,), 4, "dispenser of rows"), ("next_item", (1,), 4, "... of jobs and tokens"),
+        ("next_item", (1,), 4, "dispenser of jobs and tokens"),
         ("counts", (5,), 4, "slots, row blocks, jobs, tasks of both GEMMs"),
         ("token_counts", (g.world,), 4, "tokens of each rank"),
         ("expert_offsets", (groups + 1,), 4, "first slot of each group"),
@@ -167,7 +167,6 @@ def table_items(g: NvlinkGeometry) -> tuple[Item, ...]:
         ("job_order", (rows,), 4, "rows by largest slot"),
         ("chunk_expected", (g.world, g.job_chunks), 4, "jobs of each chunk"),
         ("contributors", (g.max_tokens,), 8, "ranks with work for each own token"),
-        ("arrived", (g.max_blocks,), 4, "rows placed"),
         ("l1_done", (g.max_blocks,), 4, "column blocks of GEMM 1"),
         ("l2_done", (g.max_blocks, MAX_COL_GROUPS), 4, "column blocks of GEMM 2"),
         ("job_done", (g.world, g.job_chunks, MAX_COL_GROUPS), 4, "jobs pushed"),
@@ -177,17 +176,15 @@ def table_items(g: NvlinkGeometry) -> tuple[Item, ...]:
 
 
 def row_items(g: NvlinkGeometry) -> tuple[Item, ...]:
-    """Work buffers of one rank; in bfloat16 slot_rows serves GEMM 1 as input and then GEMM 2 as output."""
+    """Work buffers of one rank. GEMM 1 of a fused call reads rows where they lie; a serial call gathers them in slot_rows."""
     if g.quantised:
         return place([
-            ("slot_rows", (g.max_slots, g.hidden), 1, "gathered rows"),
-            ("slot_scales", (g.hidden // SCALE_BLOCK, g.max_slots), 4, "their scales"),
             ("activated", (g.max_slots, g.padded_intermediate), 1, "output of GEMM 1"),
             ("activated_scales", (g.padded_intermediate // SCALE_BLOCK, g.max_slots), 4, "its scales"),
             ("expert_out", (g.max_slots, g.hidden), 2, "the experts' outputs"),
         ])
     return place([
-        ("slot_rows", (g.max_slots, g.hidden), 2, "gathered rows, then the experts' outputs"),
+        ("slot_rows", (g.max_slots, g.hidden), 2, "the experts' outputs; before that a serial call's gathered rows"),
         ("activated", (g.max_slots, g.padded_intermediate), 2, "output of GEMM 1"),
     ])
 

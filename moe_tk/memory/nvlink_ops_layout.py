@@ -45,7 +45,7 @@ class RoutedOpsGeometry(NvlinkGeometry):
 
 def routed_row_items(g: RoutedOpsGeometry) -> tuple[Item, ...]:
     """Work buffers: the activation is the caller's tensor."""
-    return place([("slot_rows", (g.max_slots, g.hidden), 2, "gathered rows, or the experts' outputs"),
+    return place([("slot_rows", (g.max_slots, g.hidden), 2, "the experts' outputs"),
                   ("activated", (0,), 2, "a tensor of the call")])
 
 

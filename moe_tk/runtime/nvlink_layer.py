@@ -81,8 +81,7 @@ class NvlinkLayer:
         self.geometry, self.device, self.timeout_s = geometry, device, timeout_s
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
         self.segments, self.row_block, self.pattern, self.passes, self.traced = segments, row_block, pattern, passes, traced
-        self.consumers_place = True  # consumers of GEMM 1 place the first rows; False only to see what that gains
-        self.mover_blocks = 0  # blocks whose mover warp moves rows in GEMM 1; 0: all, which is right except to see what they cost
+        self.export_blocks = 0  # blocks of open_call that send rows; 0: chosen by their number
         self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms, traced=traced)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
@@ -190,4 +189,4 @@ class NvlinkLayer:
                 "weights_are_bf16": weights is not None and weights.dtype == torch.bfloat16, "variant": variant,
                 "segments": segments, "passes": self.passes or DEFAULT_PASSES, "weights_before_l2": self.weights_before_l2,
                 "alpha": self.activation.alpha, "beta": self.activation.beta, "limit": self.limit,
-                "consumers_place": self.consumers_place, "mover_blocks": self.mover_blocks, **NOT_PLAIN}
+                "export_blocks": self.export_blocks, **NOT_PLAIN}

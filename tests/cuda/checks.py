@@ -213,9 +213,9 @@ def layer_against_reference(ranks: Ranks, **settings: object) -> None:
         assert layer.memory.total == layer.session.workspace.allocated_bytes
 
 
-def movers_place(ranks: Ranks) -> None:
-    """The same with all rows placed by movers, and GEMM 2 in two passes."""
-    layer_against_reference(ranks, consumers_place=False, passes=2)
+def two_passes(ranks: Ranks) -> None:
+    """The same with GEMM 2 in two passes over its columns, and rows sent by few blocks."""
+    layer_against_reference(ranks, passes=2, export_blocks=8)
 
 
 SMALL = Case(512, 4, 32, (512,), hidden=1024, inter=256)

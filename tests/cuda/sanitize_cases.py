@@ -99,10 +99,10 @@ def small_cases(ranks: Ranks) -> Cases:
     for mode, row_block in (("ep", 64), ("tp", 128)):
         case, scaled = (of_rank(replace(size, mode=mode, row_block=row_block), ranks) for size in (ROUND, ROUND_FP8))
         call, counts, what = partial(call_layer, ranks, case, options=few), (case.count(ranks.rank),), f"{mode} {row_block}"
-        yield f"fused {what}", partial(call, counts, mover_blocks=1)
-        yield f"e4m3 {what}", partial(call_fp8, ranks, scaled, (row_block == 64,), few, mover_blocks=1)
+        yield f"fused {what}", partial(call, counts)
+        yield f"e4m3 {what}", partial(call_fp8, ranks, scaled, (row_block == 64,), few)
         yield f"serial {what}", partial(call, counts, "serial")
-        yield f"movers place, two passes {what}", partial(call, counts, consumers_place=False, passes=2)
+        yield f"two passes {what}", partial(call, counts, passes=2)
     for tokens in (33, 150):  # row blocks of 64 and of 128
         yield f"dense ops {tokens}", partial(call_dense, ranks, tokens, 392)
     yield "routed ops", partial(call_routed, ranks, replace(ROUND, row_block=None, segments=None))

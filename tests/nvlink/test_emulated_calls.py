@@ -35,8 +35,7 @@ def draw_options(draw: random.Random, quantised: bool, max_segments: int) -> dic
     serial = not quantised and draw.random() < 0.3
     return {"serial": serial, "row_block": draw.choice(ROW_BLOCKS), "gather_cols": draw.choice((128, 256)) if serial else 256,
             "scatter_cols": draw.choice((128, 256)) if serial else 256, "passes": 1 if serial else draw.randint(1, 4),
-            "segments": draw.randint(1, max_segments), "consumers_place": draw.random() < 0.5,
-            "mover_blocks": draw.choice((0, 1, 2)), "cluster": draw.choice((1, 2))}
+            "segments": draw.randint(1, max_segments), "cluster": draw.choice((1, 2))}
 
 
 def draw_arguments(draw: random.Random, rank: Rank, most_expert: int, before_l2: bool) -> Arguments:

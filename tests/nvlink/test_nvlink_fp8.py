@@ -35,15 +35,15 @@ def test_a_row_and_its_scales_are_one_stretch(hidden, row_bytes):
 
 @pytest.mark.parametrize("world", [1, 2])
 @pytest.mark.parametrize("mode", ["ep", "tp"])
-def test_sym_05_items_hold_rows_scales_and_outputs_apart(world, mode):
+def test_sym_05_items_hold_activations_scales_and_outputs_apart(world, mode):
     g = geometry(world=world, mode=mode, intermediate_size=256 * world)
     placed = row_items(g)
     for before, after in zip(placed, placed[1:], strict=False):
         assert before.offset + before.bytes <= after.offset and after.offset % ALIGNMENT == 0
     named = {item.name: item.bytes for item in placed}
     inter = g.local_intermediate
-    assert named == {"slot_rows": g.max_slots * 1024, "slot_scales": g.max_slots * 8 * 4, "activated": g.max_slots * inter,
-                     "activated_scales": g.max_slots * inter // 128 * 4, "expert_out": g.max_slots * 1024 * 2}
+    assert named == {"activated": g.max_slots * inter, "activated_scales": g.max_slots * inter // 128 * 4,
+                     "expert_out": g.max_slots * 1024 * 2}
     assert g.max_slots % 4 == 0, "a row of scales starts at a multiple of 16 bytes"
     exported = {item.name: item.bytes for item in symmetric_items(g)}["rows"]
     assert exported > 0, "a process alone quantises its rows too"

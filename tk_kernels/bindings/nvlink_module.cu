@@ -58,14 +58,12 @@ nvlink::workspace_view read_workspace(const py::dict &values) {
     nvlink::workspace_view w{};
     w.call = read_call(f);
     w.tables = read_tables(f);
-    w.counters = {.arrived = f.pointer<uint32_t>("arrived"), .l1_done = f.pointer<uint32_t>("l1_done"),
-                  .l2_done = f.pointer<uint32_t>("l2_done"),
-                  .job_done = f.pointer<uint32_t>("job_done"), .next_row = f.pointer<uint32_t>("next_row"),
-                  .next_item = f.pointer<uint32_t>("next_item")};
+    w.counters = {.l1_done = f.pointer<uint32_t>("l1_done"), .l2_done = f.pointer<uint32_t>("l2_done"),
+                  .job_done = f.pointer<uint32_t>("job_done"), .next_item = f.pointer<uint32_t>("next_item")};
     w.epoch = f.pointer<uint32_t>("epoch"), w.blocks_done = f.pointer<uint32_t>("blocks_done");
     w.copies_done = f.pointer<uint32_t>("copies_done"), w.routing_sent = f.pointer<uint32_t>("routing_sent"), w.scratch = f.pointer<int>("scratch"), w.marks = f.pointer<uint8_t>("marks");
     w.rows = f.pointer<void>("slot_rows"), w.activated = f.pointer<void>("activated");
-    w.expert_out = f.pointer<void>("expert_out"), w.slot_scales = f.pointer<float>("slot_scales");
+    w.expert_out = f.pointer<void>("expert_out");
     w.activated_scales = f.pointer<float>("activated_scales"), w.quantised = w.call.keeps_own = f.get<bool>("quantised");
     w.num_experts = f.get<int>("num_experts"), w.first_expert = f.get<int>("first_expert"), w.num_local = f.get<int>("num_local");
     w.tensor_parallel = f.get<bool>("tensor_parallel"), w.max_slots = f.get<int>("max_slots"), w.max_blocks = f.get<int>("max_blocks");
@@ -120,7 +118,7 @@ class workspace {
             .weights_are_bf16 = f.get<bool>("weights_are_bf16"), .variant = f.get<int>("variant"), .segments = f.get<int>("segments"),
             .passes = f.get<int>("passes"),
             .weights_before_l2 = f.get<bool>("weights_before_l2"), .alpha = f.get<float>("alpha"), .beta = f.get<float>("beta"),
-            .limit = f.get<float>("limit"), .consumers_place = f.get<bool>("consumers_place"), .mover_blocks = f.get<int>("mover_blocks"),
+            .limit = f.get<float>("limit"), .export_blocks = f.get<int>("export_blocks"),
             .gemm1 = read_plain(f, "gemm1_tile", "gemm1_policy"), .gemm2 = read_plain(f, "gemm2_tile", "gemm2_policy")};
         f.done();
         check_tiles(call, stages, w_.quantised);

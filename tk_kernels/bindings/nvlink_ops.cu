@@ -93,7 +93,7 @@ class routed_workspace {
             .refused = f.get<bool>("refused"), .ids_are_64 = f.get<bool>("ids_are_64"),
             .weights_are_bf16 = f.get<bool>("weights_are_bf16"), .variant = f.get<int>("variant"), .segments = 1, .passes = 1,
             .weights_before_l2 = f.get<bool>("weights_before_l2"), .alpha = f.get<float>("alpha"), .beta = f.get<float>("beta"),
-            .limit = f.get<float>("limit"), .consumers_place = false, .mover_blocks = 0, .export_waits = 1,
+            .limit = f.get<float>("limit"), .export_blocks = 0, .export_waits = 1,
             .activated_given = !(stages & nvlink::ROUTED_GATHER)};
         nvlink::workspace_view w = w_;
         w.activated = f.pointer<void>("activated");

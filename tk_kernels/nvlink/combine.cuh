@@ -4,8 +4,8 @@
 #pragma once
 
 #include "../../thunderkittens/kittens.cuh"
+#include "dispenser.cuh"
 #include "hooks.cuh"
-#include "pull_rows.cuh"
 #include "tables.cuh"
 #include "wait.cuh"
 

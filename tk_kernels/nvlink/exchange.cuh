@@ -37,7 +37,7 @@ static_assert(MAX_COL_GROUPS == 4, "zero_counters clears the counters of a row b
 __device__ __forceinline__ void zero_counters(const open_globals &g, const build_place &me) {
     const uint4 none{};
     for (int i = me.global_thread; i < g.max_blocks; i += BUILD_THREADS) {
-        g.counters.arrived[i] = 0, g.counters.l1_done[i] = 0;
+        g.counters.l1_done[i] = 0;
         reinterpret_cast<uint4 *>(g.counters.l2_done)[i] = none;
     }
     for (int i = me.global_thread; i < g.call.world * g.call.job_chunks; i += BUILD_THREADS) {
@@ -45,7 +45,7 @@ __device__ __forceinline__ void zero_counters(const open_globals &g, const build
         reinterpret_cast<uint4 *>(g.counters.job_done)[i] = none;
     }
     for (int i = me.global_thread; i < g.max_slots / 16; i += BUILD_THREADS) reinterpret_cast<uint4 *>(g.marks)[i] = none;
-    if (me.global_thread == 0) *g.counters.next_row = 0, *g.counters.next_item = 0;
+    if (me.global_thread == 0) *g.counters.next_item = 0;
 }
 
 // Watermarks of chunks for which this rank has had no work for a long time would seem to be ahead one day: every so often

@@ -113,7 +113,7 @@ __device__ __forceinline__ void let_routing_go_first(const open_globals &g, uint
     while (!protocol::reached(load_relaxed_sys(g.routing_sent), epoch) && now_ns() - begin < LIMIT_NS) nap_ns(100);
 }
 
-// ORDER rows: the rows, then the last block's st.release.sys of the epoch; row_puller acquires it before its first load.
+// ORDER rows: the rows, then the last block's st.release.sys of the epoch; wait_for_rows and row_placer acquire it.
 // A row's place is free: whoever read it in the call before owed this rank a partial row, and that call is done. Where no
 // partial row was owed (dispatch_gemm), its reader's header of this call says so.
 __device__ __forceinline__ void export_rows(const open_globals &g, uint32_t epoch) {

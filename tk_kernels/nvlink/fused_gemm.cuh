@@ -5,9 +5,8 @@
 #include "../hooks/epilogue.cuh"
 #include "../hooks/noop.cuh"
 #include "combine.cuh"
+#include "gather_rows.cuh"
 #include "hooks.cuh"
-#include "place_first_rows.cuh"
-#include "pull_rows.cuh"
 
 namespace moe_tk::nvlink {
 
@@ -20,20 +19,7 @@ template <class Base, int PRODUCER = Base::CONSUMER_WGS == 1 ? 120 : 88> struct 
     static constexpr bool TILED_WEIGHTS = true;
 };
 
-// What the spare warps of the layer's two GEMMs do: the mover of the first, the finish of the second.
-template <class T> struct mover_of {
-    using gate = arrival_gate;
-    using push = count_push;
-    using params = pull_params<T>;
-    using shared = pull_shared<T>;
-    static constexpr bool LOADS = false;
-    __device__ static void init(shared &s) { init_pull(s); }
-    __device__ static void run(const call_view &c, const params &p, shared &s) {
-        if (blockIdx.x < p.mover_blocks) row_puller<T>(c, p, s).run();
-    }
-    __device__ static void help(const call_view &c, const params &p) { place_first_rows(c, p); }  // consumers, before their first tile
-};
-using pull_mover = mover_of<bf16>;
+// What the spare warps of the layer's GEMM 2 do.
 struct combine_finish {
     using gate = activated_gate;
     using push = group_push;
@@ -42,34 +28,35 @@ struct combine_finish {
     template <int BATCH> __device__ static void run(const call_view &c, const params &p) { combine_and_reduce<BATCH>(c, p); }
 };
 
-template <class Cfg, class Mover = mover_of<typename Cfg::T>> struct gather_shared {
+template <class Cfg, class Source> struct gather_shared {
     gemm_shared<Cfg, typename Cfg::T> gemm;  // SwiGLU leaves what GEMM 2 takes
-    typename Mover::shared mover;
+    typename Source::shared source;
 #ifdef MOE_TK_TRACE
     stamp_room stamps;  // last
 #endif
 };
-template <class Cfg, class Mover = mover_of<typename Cfg::T>> constexpr int gather_shared_bytes() {
-    static_assert(sizeof(gather_shared<Cfg, Mover>) <= kittens::MAX_SHARED_MEMORY, "stages, outputs and the mover's ring exceed shared memory");
-    return int(sizeof(gather_shared<Cfg, Mover>));
+template <class Cfg, class Source> constexpr int gather_shared_bytes() {
+    static_assert(sizeof(gather_shared<Cfg, Source>) <= kittens::MAX_SHARED_MEMORY, "stages, outputs and the source's part exceed shared memory");
+    return int(sizeof(gather_shared<Cfg, Source>));
 }
 
 // Globals of gather_gemm, if its rows lie in one tensor and its weights in the kernels' order.
-template <class Cfg, class Epilogue, class Mover> using gather_globals = gemm_globals<Cfg, typename Mover::gate, Epilogue, typename Mover::push>;
+template <class Cfg, class Epilogue, class Source> using gather_globals = gemm_globals<Cfg, typename Source::gate, Epilogue, typename Source::push>;
 
-// gather-GEMM. Roles: consumer warpgroups (they place the first rows); then one loader warp (gates), one storer warp per consumer
-// warpgroup, and the mover warp. The mover says what the gate waits for and who hears of finished tiles.
-template <class Cfg, class Epilogue, class Mover = mover_of<typename Cfg::T>, class Globals = gather_globals<Cfg, Epilogue, Mover>>
+// gather-GEMM. Roles: consumer warpgroups; then a loader warp, one storer warp per consumer warpgroup, and one more warp. The source
+// says where rows come from: either it loads (LOADS), with the loader and the last warp, or TMA does, behind a gate, and the last
+// warp moves rows. It says too who hears of finished tiles.
+template <class Cfg, class Epilogue, class Source, class Globals = gather_globals<Cfg, Epilogue, Source>>
 __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
-    const __grid_constant__ Globals g, const __grid_constant__ typename Mover::params p) {
-    static_assert(Cfg::CONSUMER_WGS <= 2, "loader, storers and mover fill one warpgroup");
+    const __grid_constant__ Globals g, const __grid_constant__ typename Source::params p) {
+    static_assert(Cfg::CONSUMER_WGS <= 2, "loaders and storers fill one warpgroup");
     extern __shared__ __align__(1024) uint8_t dynamic_shared[];
-    auto &s = *reinterpret_cast<gather_shared<Cfg, Mover> *>(dynamic_shared);
+    auto &s = *reinterpret_cast<gather_shared<Cfg, Source> *>(dynamic_shared);
     const int warp = kittens::warpid(), rank = Cfg::CLUSTER == 1 ? 0 : kittens::cluster_ctarank();
     const int num_k_blocks = kittens::ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
     stamps_begin(g.gate.call, stamp_kernel::gather_gemm);
     if (threadIdx.x == 0) {
-        Mover::init(s.mover);
+        Source::init(s.source);
         init_semaphores<Cfg>(s.gemm);
     }
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
@@ -81,17 +68,16 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;
         if (role > 0 && role <= Cfg::CONSUMER_WGS) {
-            store_tasks<Cfg, Epilogue, typename Mover::push>(g, s.gemm, rank, role - 1);
-        } else if constexpr (Mover::LOADS) {
-            if (role == 0 || role == 3) Mover::load(g, p, s.mover, s.gemm, rank, num_k_blocks, role == 3);
+            store_tasks<Cfg, Epilogue, typename Source::push>(g, s.gemm, rank, role - 1);
+        } else if constexpr (Source::LOADS) {
+            if (role == 0 || role == 3) Source::load(g, p, s.source, s.gemm, rank, num_k_blocks, role == 3);
         } else if (role == 0) {
-            if (kittens::elect_one()) load_tasks<Cfg, typename Mover::gate>(g, s.gemm, rank, num_k_blocks);
+            if (kittens::elect_one()) load_tasks<Cfg, typename Source::gate>(g, s.gemm, rank, num_k_blocks);
         } else if (role == 3) {
-            Mover::run(g.gate.call, p, s.mover);
+            Source::run(g.gate.call, p, s.source);
         }
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
-        Mover::help(g.gate.call, p);
         consume_tasks<Cfg, Epilogue>(g, s.gemm, rank, num_k_blocks, kittens::warpgroup::groupid());
     }
     if constexpr (Cfg::CLUSTER > 1) {

@@ -3,7 +3,6 @@
 
 #include "../patterns/grouped_gemm.cuh"
 #include "fused_gemm.cuh"
-#include "gather_rows.cuh"
 #include "role_params.cuh"
 
 namespace moe_tk::nvlink {
@@ -67,9 +66,10 @@ template <class Cfg> typename activation_epilogue<Cfg>::params make_activation(c
 
 template <class Cfg> void launch_gather(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
     using T = typename Cfg::T;
+    // Of the rows' descriptor only the number of columns counts: row_gather loads them itself, with their scales.
     const auto globals = make_globals<Cfg, sources_gate, activation_epilogue<Cfg>, count_push>(
-        w, w.rows, w.call.hidden, call.w13, 2 * w.intermediate, w.activated, {w.call}, make_activation<Cfg>(w, call), {w.counters.l1_done},
-        w.tables.tasks1, COUNT_TASKS1, make_scales<Cfg>(w, w.slot_scales, call.w13_scales, 2 * w.intermediate));
+        w, w.expert_out, w.call.hidden, call.w13, 2 * w.intermediate, w.activated, {w.call}, make_activation<Cfg>(w, call),
+        {w.counters.l1_done}, w.tables.tasks1, COUNT_TASKS1, make_scales<Cfg>(w, nullptr, call.w13_scales, 2 * w.intermediate));
     const gather_params<T> rows{.tokens = static_cast<const T *>(Cfg::SCALED ? nullptr : call.hidden_states), .slot_pair = w.tables.slot_pair};
     launch(gather_gemm<Cfg, activation_epilogue<Cfg>, row_gather<Cfg>>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER,
            gather_shared_bytes<Cfg, row_gather<Cfg>>(), behind, stream, globals, rows);

@@ -4,7 +4,7 @@
 
 #include "../engine/load_tasks.cuh"
 #include "hooks.cuh"
-#include "wait.cuh"
+#include "row_sources.cuh"
 
 namespace moe_tk::nvlink {
 
@@ -25,22 +25,6 @@ struct gather_shared_rows {
     static constexpr int MOST = 128;  // rows of a block
     const uint8_t *row[GATHER_WARPS][2][MOST / GATHER_WARPS];
 };
-
-// Row of a pair, in this rank's tensor or in what its owner has sent.
-template <class T> __device__ __forceinline__ const uint8_t *row_of_pair(const call_view &c, const T *tokens, int pair) {
-    const int row = pair / c.top_k, source = row / c.max_tokens, token = row % c.max_tokens;
-    const T *at = sizeof(T) != 1 && source == c.rank ? tokens + int64_t(token) * c.hidden : c.row<const T>(c.rank, source, token);
-    return reinterpret_cast<const uint8_t *>(at);
-}
-
-// ORDER rows: a lane for each rank acquires what its export_rows releases; __syncwarp hands that on to all lanes, which then copy.
-// After a wait that was given up the kernel goes on with whatever rows there are.
-__device__ __forceinline__ void wait_for_rows(const call_view &c) {
-    const int from = kittens::laneid();
-    if (from < c.world && (from != c.rank || c.keeps_own))
-        spin_until(c.rows_posted(c.rank, from), *c.epoch_ptr, c, {phase_id::dispatch, role_id::place, from, from});
-    __syncwarp();
-}
 
 // One of the warps. Rows are dealt out in batches of 16.
 template <class Cfg> class row_gatherer {
@@ -92,6 +76,7 @@ template <class Cfg> class row_gatherer {
 
     // Rows that are not there have the address of something that is.
     __device__ void note(const tile_task &t, int buffer) {
+        __syncwarp();  // the other lanes have read what this buffer held
 #pragma unroll
         for (int i = lane_; i < PART_ROWS; i += kittens::WARP_THREADS) {
             const int row = row_of(i);
@@ -152,10 +137,11 @@ template <class Cfg> class row_gatherer {
     const int part_, lane_;
 };
 
-// What gather_gemm is told when its loader gathers: no mover, no gate by row block.
+// The gate is that of whole ranks: wait_for_rows.
 struct sources_gate {
     struct params { call_view call; };
 };
+// The source of gather_gemm in the layer and in dispatch_gemm.
 template <class Cfg> struct row_gather {
     using gate = sources_gate;
     using push = count_push;
@@ -167,7 +153,6 @@ template <class Cfg> struct row_gather {
     __device__ static void load(const G &g, const params &p, shared &rows, Shared &s, int rank, int num_k_blocks, int part) {
         row_gatherer<Cfg>(g.gate.call, p, rows, part).run(g, s, rank, num_k_blocks);
     }
-    __device__ static void help(const call_view &, const params &) {}
 };
 
 }  // namespace moe_tk::nvlink

@@ -23,16 +23,8 @@ struct counter_wait {
     }
 };
 
-// ORDER rows_ready: acquires what the movers release, for all rows of the row block.
-struct arrival_gate {
-    static constexpr bool NOOP = false;
-    using params = counter_wait;
-    __device__ static bool ready(const params &p, const tile_task &t) { return p.ready(t.row_block, uint32_t(t.rows)); }
-    __device__ static void wait(const params &p, const tile_task &t) { p.wait(t.row_block, uint32_t(t.rows), phase_id::gemm1); }
-};
-
 // ORDER tiles_activated: acquires what count_push of GEMM 1 releases, for all column blocks of the row block. GEMM 2 may run
-// beside the end of GEMM 1, and writes where the rows of finished row blocks lay.
+// beside the end of GEMM 1, and in bf16 writes where serial calls gather rows, which no fused call reads.
 struct activated_gate {
     static constexpr bool NOOP = false;
     struct params {

@@ -21,10 +21,9 @@ struct workspace_view {
     uint32_t *epoch, *blocks_done, *copies_done, *routing_sent;
     int *scratch;
     uint8_t *marks;        // [max_slots]
-    void *rows;            // [max_slots, H] gathered rows
+    void *rows;            // [max_slots, H] bf16 gathered rows: of the serial pattern only
     void *activated;       // [max_slots, I]
-    void *expert_out;      // [max_slots, H] bf16; where the layer is bf16, the gathered rows' memory
-    float *slot_scales;    // e4m3: [H / 128, max_slots] of the gathered rows
+    void *expert_out;      // [max_slots, H] bf16; where the layer is bf16, the memory of `rows`
     float *activated_scales;  // e4m3: [I / 128, max_slots]
     int quantised;         // rows and weights are e4m3 with scales, else bf16
     int num_experts, first_expert, num_local, tensor_parallel;
@@ -51,8 +50,7 @@ struct layer_call {
     int num_tokens, refused, ids_are_64, weights_are_bf16;
     int variant, segments, passes, weights_before_l2;  // passes: over the columns of GEMM 2, 1 .. MAX_COL_GROUPS
     float alpha, beta, limit;
-    bool consumers_place;  // gather_gemm: consumers place the first rows
-    int mover_blocks;  // blocks of gather_gemm whose mover moves rows; 0: all
+    int export_blocks;     // of open_call that send rows; 0: chosen by their number
     int export_waits = 0;     // the call before owed no rows, so that only a rank's header says that it has read them all
     int activated_given = 0;  // there is no GEMM 1 in this call
     plain_gemm gemm1 = {}, gemm2 = {};  // both or none; then `variant` does not matter

@@ -35,7 +35,8 @@ void launch_open_call(const workspace_view &w, const layer_call &call, cudaStrea
     // One cluster builds; as many as help copy the rows, which is one for each 256 KiB.
     const int64_t row_bytes = int64_t(call.num_tokens) * w.call.hidden * 2, per_cluster = 256 * 1024;
     const int64_t useful = (row_bytes + per_cluster - 1) / per_cluster, most = w.num_sms / OPEN_CLUSTER - 1;
-    const int copiers = int(std::max<int64_t>(1, std::min(most, useful)));
+    const int64_t wanted = call.export_blocks > 0 ? call.export_blocks / OPEN_CLUSTER : useful;
+    const int copiers = int(std::max<int64_t>(1, std::min(most, wanted)));
     const int clusters = 1 + copiers;
     const int bytes = open_shared_bytes(call.segments * w.num_local);
     open_call<<<clusters * OPEN_CLUSTER, OPEN_THREADS, bytes, stream>>>(g);

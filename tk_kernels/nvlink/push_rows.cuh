@@ -44,7 +44,6 @@ struct push_mover {
     };
     struct shared {};
     __device__ static void init(shared &) {}
-    __device__ static void help(const call_view &, const params &) {}  // the first tiles are of own rows, which are there
 
     // All ranks begin with their own part and go on with the following ones, so rank - 1 is the first to want ours: each rank
     // sends to another one at a time.

@@ -10,14 +10,14 @@ namespace {
 template <class Base> struct checkpoint_config : fused_config<Base> {
     static constexpr bool TILED_WEIGHTS = false;  // weights as they are given
 };
-using gather_128 = checkpoint_config<gemm_config<bf16, 128, 256, 4, 2, 1, 2, 1>>;  // row blocks of fused_variants[1]
+using gather_128 = gathering_config<checkpoint_config<gemm_config<bf16, 128, 256, 4, 2, 1, 2, 2>>>;  // row blocks of fused_variants[1]
 using scatter_128 = checkpoint_config<gemm_config<bf16, 128, 256, 4, 2, 1, 2, 2>>;
-using gather_64 = checkpoint_config<gemm_config<bf16, 64, 256, 4, 1, 2, 1, 1>>;    // and of [0]
+using gather_64 = gathering_config<checkpoint_config<gemm_config<bf16, 64, 256, 5, 1, 2, 1, 1>>>;    // and of [0]
 using scatter_64 = checkpoint_config<gemm_config<bf16, 64, 256, 5, 1, 2, 1, 1>>;
 
 // Gate and up rows alternate in groups of 8 in the kernels. Here they are read so from a checkpoint, where the gate rows of an
 // expert come first: a descriptor of (groups of all experts, gate | up, 8 rows, H), of which a box is 8 x 2 x 8 x 64.
-template <class Cfg> struct checkpoint_globals : gather_globals<Cfg, swiglu_epilogue, pull_mover> {
+template <class Cfg> struct checkpoint_globals : gather_globals<Cfg, swiglu_epilogue, row_gather<Cfg>> {
     int expert_groups;  // 2 I / 8: an expert's first group has the number expert * expert_groups
     __device__ coord<> weights_at(const tile_task &t, int i, int panel, int) const {
         return {t.expert * expert_groups + (t.col_block * Cfg::BLOCK_N + i * Cfg::B_SLAB) / 16, 0, 0, panel * Cfg::PANEL_K};
@@ -44,25 +44,21 @@ template <class Slab> CUtensorMap checkpoint_map(const void *w13, int experts, i
 
 template <class Cfg> void launch_variant(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
     using G = checkpoint_globals<Cfg>;
-    G g{make_globals<Cfg, arrival_gate, swiglu_epilogue, count_push>(
-            w, w.rows, w.call.hidden, call.w13, 2 * w.intermediate, w.activated, {w.call, w.counters.arrived},
+    G g{make_globals<Cfg, sources_gate, swiglu_epilogue, count_push>(
+            w, w.expert_out, w.call.hidden, call.w13, 2 * w.intermediate, w.activated, {w.call},
             {call.alpha, call.beta, call.limit, call.weights_before_l2 ? w.tables.slot_weight : nullptr}, {w.counters.l1_done},
             w.tables.tasks1, COUNT_TASKS1),
         2 * w.intermediate / 8};
     if (w.num_local > 0)
         g.weights.tma_maps[0] = checkpoint_map<typename G::b_slab>(call.w13, w.num_local, w.intermediate, w.call.hidden);
-    const pull_params<bf16> pull{.tokens = static_cast<const bf16 *>(call.hidden_states), .gathered = static_cast<bf16 *>(w.rows),
-                           .counts = w.tables.counts, .delivery_order = w.tables.delivery_order, .slots = w.tables.slots,
-                           .arrived = w.counters.arrived, .next_row = w.counters.next_row, .row_block = Cfg::BLOCK_M,
-                           .col_blocks = kittens::ceil_div(2 * w.intermediate, Cfg::BLOCK_N),
-                           .consumers_place = false, .mover_blocks = unsigned(w.num_sms)};
-    launch(gather_gemm<Cfg, swiglu_epilogue, pull_mover, G>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, gather_shared_bytes<Cfg>(),
-           behind, stream, g, pull);
+    const gather_params<bf16> rows{.tokens = static_cast<const bf16 *>(call.hidden_states), .slot_pair = w.tables.slot_pair};
+    launch(gather_gemm<Cfg, swiglu_epilogue, row_gather<Cfg>, G>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER,
+           gather_shared_bytes<Cfg, row_gather<Cfg>>(), behind, stream, g, rows);
 }
 
 template <class Gather, class Scatter> void prepare_variant() {
-    check_cuda(cudaFuncSetAttribute(gather_gemm<Gather, swiglu_epilogue, pull_mover, checkpoint_globals<Gather>>,
-                                    cudaFuncAttributeMaxDynamicSharedMemorySize, gather_shared_bytes<Gather>()), "dispatch_gemm");
+    check_cuda(cudaFuncSetAttribute(gather_gemm<Gather, swiglu_epilogue, row_gather<Gather>, checkpoint_globals<Gather>>,
+                                    cudaFuncAttributeMaxDynamicSharedMemorySize, gather_shared_bytes<Gather, row_gather<Gather>>()), "dispatch_gemm");
     check_cuda(cudaFuncSetAttribute(gemm_scatter<Scatter>, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                     shared_bytes<Scatter, bf16>()), "gemm_combine");
 }

@@ -35,11 +35,10 @@ struct table_view {
 };
 
 struct counter_view {        // zeroed by open_call
-    uint32_t *arrived;       // [max_blocks] rows placed
     uint32_t *l1_done;       // [max_blocks] column blocks of GEMM 1
     uint32_t *l2_done;       // [max_blocks, MAX_COL_GROUPS] column blocks of GEMM 2
     uint32_t *job_done;      // [R, job_chunks, MAX_COL_GROUPS] slices of jobs pushed
-    uint32_t *next_row, *next_item;  // dispensers of rows, and of jobs and tokens
+    uint32_t *next_item;     // dispenser of jobs and tokens
 };
 
 }  // namespace moe_tk::nvlink

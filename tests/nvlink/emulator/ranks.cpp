@@ -6,7 +6,7 @@
 
 #include "scheduler.hpp"
 #include "tk_kernels/nvlink/open_call.cuh"
-#include "tk_kernels/nvlink/place_first_rows.cuh"
+#include "tk_kernels/nvlink/row_sources.cuh"
 #include "tk_kernels/nvlink/serial.cuh"
 
 namespace moe_tk::nvlink {
@@ -18,12 +18,12 @@ uint8_t dynamic_shared[16];  // of the kernel open_call, which is not called its
     F(control) F(headers) F(posted) F(rows_posted) F(routing) F(rows) F(combined) F(planes) F(mailbox) F(record_claim) F(epoch)    \
     F(rank) F(max_tokens) F(top_k) F(hidden) F(row_bytes) F(job_chunk) F(job_chunks) F(counts) F(expert_offsets) F(slots)          \
     F(slot_pair) F(slot_weight) F(block_target) F(block_group) F(delivery_order) F(job_order) F(chunk_expected) F(expert_load)     \
-    F(load_total) F(contributors) F(token_counts) F(tasks1) F(tasks2) F(arrived) F(l1_done) F(l2_done) F(job_done) F(next_row)     \
+    F(load_total) F(contributors) F(token_counts) F(tasks1) F(tasks2) F(l1_done) F(l2_done) F(job_done)                   \
     F(next_item) F(blocks_done) F(copies_done) F(routing_sent) F(scratch) F(marks) F(slot_rows) F(activated) F(expert_out)         \
-    F(slot_scales) F(activated_scales) F(quantised) F(num_experts) F(first_expert) F(num_local) F(tensor_parallel) F(max_slots)    \
+    F(activated_scales) F(quantised) F(num_experts) F(first_expert) F(num_local) F(tensor_parallel) F(max_slots)                   \
     F(max_blocks) F(intermediate) F(num_sms) F(hidden_states) F(hidden_scales) F(topk_ids) F(topk_weights) F(out) F(signature)     \
     F(num_tokens) F(refused) F(ids_are_64) F(weights_are_bf16) F(row_block) F(gather_cols) F(scatter_cols) F(segments) F(passes)   \
-    F(weights_before_l2) F(consumers_place) F(mover_blocks) F(serial) F(cluster) F(takes_part) F(only_open) F(most_naps)
+    F(weights_before_l2) F(serial) F(cluster) F(takes_part) F(only_open) F(most_naps)
 struct rank_fields {
     int64_t bases[MAX_WORLD];
 #define FIELD(name) int64_t name;
@@ -53,8 +53,8 @@ table_view tables_of(const rank_fields &r) {
 
 open_globals open_of(const rank_fields &r, const call_view &c) {
     return {.call = c, .tables = tables_of(r),
-            .counters = {at<uint32_t>(r.arrived), at<uint32_t>(r.l1_done), at<uint32_t>(r.l2_done), at<uint32_t>(r.job_done),
-                         at<uint32_t>(r.next_row), at<uint32_t>(r.next_item)},
+            .counters = {at<uint32_t>(r.l1_done), at<uint32_t>(r.l2_done), at<uint32_t>(r.job_done),
+                         at<uint32_t>(r.next_item)},
             .signature = uint64_t(r.signature), .hidden_states = at<void>(r.hidden_states),
             .hidden_scales = at<float>(r.hidden_scales), .topk_ids = at<void>(r.topk_ids), .topk_weights = at<void>(r.topk_weights),
             .num_tokens = int(r.num_tokens),
@@ -132,7 +132,7 @@ class rank_stream {
         if (stage_ == OPENED && !r_.only_open) {
             stage_ = PLACED;
             if (r_.serial) launch_place_all();
-            else r_.quantised ? launch_gather<kittens::fp8e4m3>() : launch_gather<bf16>(), launch_scatter();
+            else launch_gather(), launch_scatter();
         } else if (stage_ == PLACED && r_.serial) {
             stage_ = DONE;
             multiply_all();
@@ -149,23 +149,10 @@ class rank_stream {
         if (threadIdx.x == 0 && fetch_inc_wrap_acq_rel_gpu(g_.blocks_done, gridDim.x - 1) == gridDim.x - 1) *g_.epoch = epoch;
     }
 
-    template <class T> void launch_gather() {
+    void launch_gather() {
         const int sms = int(r_.num_sms);
-        const pull_params<T> pull{.tokens = r_.quantised ? nullptr : at<const T>(r_.hidden_states), .gathered = at<T>(r_.slot_rows),
-                                  .scales = at<float>(r_.slot_scales), .scales_stride = r_.max_slots, .counts = g_.tables.counts,
-                                  .delivery_order = g_.tables.delivery_order, .slots = g_.tables.slots,
-                                  .arrived = g_.counters.arrived, .next_row = g_.counters.next_row, .row_block = g_.row_block,
-                                  .col_blocks = g_.col_blocks1, .consumers_place = r_.consumers_place != 0,
-                                  .mover_blocks = unsigned(r_.mover_blocks > 0 ? r_.mover_blocks : sms)};
-        for (int block = 0; block < sms; ++block) {
-            auto *shared = static_cast<pull_shared<T> *>(shared_memory(sizeof(pull_shared<T>)));
-            init_pull(*shared);
-            start_warp({block, 352, 384, sms}, before_, [this, pull, shared] {
-                if (blockIdx.x < pull.mover_blocks) row_puller<T>(c_, pull, *shared).run();
-            });
-            start_warp({block, 0, 384, sms}, before_, [this, pull] { place_first_rows(c_, pull); });
-            start({block, 32, 384, sms}, nullptr, before_, [this] { r_.cluster == 2 ? multiply1<2>() : multiply1<1>(); });
-        }
+        for (int block = 0; block < sms; ++block)
+            start_warp({block, 0, 384, sms}, before_, [this] { r_.cluster == 2 ? multiply1<2>() : multiply1<1>(); });
     }
     void launch_scatter() {
         const int sms = int(r_.num_sms);
@@ -202,12 +189,14 @@ class rank_stream {
         return {second ? g_.tables.tasks2 : g_.tables.tasks1, g_.tables.counts + (second ? COUNT_TASKS2 : COUNT_TASKS1), 0,
                 g_.tables.block_target};
     }
+    // A loader warp and whoever computes behind it, in one.
     template <int CLUSTER> void multiply1() const {
-        const arrival_gate::params gate{c_, g_.counters.arrived};
+        bool waited = false;
         for_each_task<CLUSTER>(list(false), g_.row_block, blockIdx.x % CLUSTER, [&](const cluster_work &w) {
-            if (w.ghost()) return;
-            if (!arrival_gate::ready(gate, w.task)) arrival_gate::wait(gate, w.task);
-            tile1(w.task);
+            if (!waited) wait_for_rows(c_);
+            waited = true;
+            if (w.ghost() || kittens::laneid() != 0) return;
+            tile1(w.task, true);
             emulator::yield();
             count_push::publish({g_.counters.l1_done}, w.task);
         });
@@ -227,19 +216,25 @@ class rank_stream {
             for (int i = 0; i < list(second).count(); ++i) {
                 tile_task t = list(second).at(i);
                 t.rows = g_.tables.block_target[t.row_block];
-                second ? tile2(t) : tile1(t);
+                second ? tile2(t) : tile1(t, false);
             }
     }
-    void tile1(const tile_task &t) const {
+    // gathers: rows are read where they lie, not in their slots.
+    void tile1(const tile_task &t, bool gathers) const {
         const int64_t h = r_.hidden, inter = r_.intermediate, cols = r_.gather_cols / 2, stride = r_.max_slots;
-        for (int64_t slot = int64_t(t.row_block) * g_.row_block, end = slot + t.rows; slot < end; ++slot)
+        for (int64_t slot = int64_t(t.row_block) * g_.row_block, end = slot + t.rows; slot < end; ++slot) {
+            const int pair = g_.tables.slot_pair[slot];
+            const uint8_t *row = reinterpret_cast<const uint8_t *>(at<bf16>(r_.slot_rows) + slot * h);
+            if (gathers)
+                row = r_.quantised ? row_of_pair<kittens::fp8e4m3>(c_, nullptr, pair) : row_of_pair(c_, at<const bf16>(r_.hidden_states), pair);
             for (int64_t c = t.col_block * cols; c < min(inter, (t.col_block + 1) * cols); ++c) {
-                const int64_t from = slot * h + c % h, to = slot * inter + c, scale_from = c % h / 128 * stride + slot;
-                if (!r_.quantised) at<bf16>(r_.activated)[to] = at<bf16>(r_.slot_rows)[from];
-                else at<uint8_t>(r_.activated)[to] = at<uint8_t>(r_.slot_rows)[from];
+                const int64_t to = slot * inter + c;
+                if (!r_.quantised) at<bf16>(r_.activated)[to] = reinterpret_cast<const bf16 *>(row)[c % h];
+                else at<uint8_t>(r_.activated)[to] = row[c % h];
                 if (r_.quantised && c % 128 == 0)
-                    at<float>(r_.activated_scales)[c / 128 * stride + slot] = at<float>(r_.slot_scales)[scale_from];
+                    at<float>(r_.activated_scales)[c / 128 * stride + slot] = reinterpret_cast<const float *>(row + h)[c % h / 128];
             }
+        }
     }
     void tile2(const tile_task &t) const {
         const int64_t h = r_.hidden, inter = r_.intermediate, cols = r_.scatter_cols, stride = r_.max_slots;
