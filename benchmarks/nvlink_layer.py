@@ -138,7 +138,7 @@ def measure(shape: str, mode: str, args: argparse.Namespace, device: torch.devic
     layer = moe_tk.MoELayer(num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=inter, mode=mode,
                             max_tokens_per_rank=max(args.tokens), protocol="nvlink", pattern="two_kernel", device=device,
                             row_block=args.row_block, dtype=DTYPES[args.dtype])
-    layer._calls.passes = args.passes
+    layer._calls.passes, layer._calls.variant, layer._calls.weights_policy = args.passes, args.variant, args.weights_policy
     draw = torch.Generator(device=device).manual_seed(0)
     w13 = torch.randn(experts, 2 * inter, hidden, device=device, dtype=torch.bfloat16, generator=draw) / hidden**0.5
     w2 = torch.randn(experts, hidden, inter, device=device, dtype=torch.bfloat16, generator=draw) / inter**0.5
@@ -173,6 +173,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--passes", type=int, default=1, help="over the columns of GEMM 2, 1 to 4")
     parser.add_argument("--row-block", type=int, choices=(64, 128), help="slots of a row block; default: chosen by the size")
+    parser.add_argument("--variant", help="name of the pair of fused GEMMs, of moe_tk.planner.FUSED_VARIANTS; default: by the size")
+    parser.add_argument("--weights-policy", type=int, choices=(0, 1), help="0: weights stay in L2, 1: they leave it first")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     dist.init_process_group("cpu:gloo,cuda:nccl")

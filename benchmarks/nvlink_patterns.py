@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import itertools
 import json
 import shlex
 import statistics
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 import moe_tk
 from moe_tk.bench.shapes import SHAPES
-from moe_tk.memory.nvlink_layout import ROW_BLOCKS
+from moe_tk.planner import FUSED_VARIANTS
 from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.nvlink_session import COMBINE, GEMM1, GEMM2, OPEN, PULL
 from moe_tk.schedule import make_routing
@@ -105,16 +106,21 @@ class Line:
         return found
 
     def run_tiles(self, repeats: int) -> dict[str, list[float]]:
-        """Microseconds of a serial call with each tile of its row block in both GEMMs, weights kept in L2 or not."""
+        """Microseconds of a serial call with each tile of its row block in both GEMMs and of a fused call with each pair of tiles,
+        weights kept in L2 or not."""
         calls, tokens = self.layer._calls, self.out.shape[0]
-        tiles, row_block = nvlink_module().plain_tiles(), ROW_BLOCKS[calls.choices(tokens)[0]]
-        chosen, graphs = calls._plain(tokens), {}
+        tiles, chosen, graphs = nvlink_module().plain_tiles(), calls._plain(tokens), {}
+        row_block = tiles[chosen["gemm1_tile"]]["row_block"]
         for index, tile in enumerate(tiles):
             for policy in (0, 1) if tile["row_block"] == row_block else ():
                 calls._plain_fields[tokens] = {**chosen, "gemm1_tile": index, "gemm2_tile": index, "gemm1_policy": policy,
                                                "gemm2_policy": policy}
                 graphs[f"{tile['name']}{' evict first' if policy else ''}"] = self.graph("serial", 5)
         calls._plain_fields[tokens] = chosen
+        for variant, policy in itertools.product(FUSED_VARIANTS[calls.geometry.dtype], (0, 1)):
+            calls.variant, calls.weights_policy = variant.name, policy
+            graphs[f"fused {variant.name}{' evict first' if policy else ''}"] = self.graph("two_kernel", 5)
+        calls.variant = calls.weights_policy = None
         return self.time(graphs, 5, repeats)
 
 
@@ -134,7 +140,8 @@ def measure(shape: str, mode: str, args: argparse.Namespace, device: torch.devic
             line = Line(layer, tokens, routing)
             found = line.run(args.repeats, args.parts)
             lines.append(dict(shape=shape, mode=mode, tokens_per_rank=tokens, routing=routing, auto=layer._calls.pattern_of(tokens),
-                              tiles=[tile.name for tile in layer._calls.tiles(tokens)], **found))
+                              tiles=[tile.name for tile in layer._calls.tiles(tokens)],
+                              fused_tiles=layer._calls.variant_of(tokens).name, **found))
             if tokens in args.tiles:
                 lines[-1]["tiles_us"] = line.run_tiles(args.repeats)
             if layer.group.rank == 0:

@@ -14,7 +14,7 @@ ranks() { timeout --kill-after=5 "$1" "$python" -m torch.distributed.run --nproc
 
 build() { timeout 90 "$python" -m tests.build_modules; }  # the layer, traced and not, the plain GEMMs, the probes: no later part compiles
 checks() {  # what a change of the kernels breaks first; the suite has the rest
-    local names=tables,layer_against_reference,graphs,refusals,two_passes
+    local names=tables,layer_against_reference,graphs,refusals,two_passes,checks_variants:bf16,checks_variants:e4m3
     names+=,checks_serial:against_reference,checks_serial:mixed_patterns,checks_serial:missing_rank
     names+=,checks_fp8:sent_rows,checks_fp8:layer_against_reference,checks_ops:dense,checks_ops:routed
     timeout 60 "$python" -m tests.cuda.ranks $names 2 55

@@ -120,7 +120,6 @@ def row_major(weights: Tensor, rows: int, columns: int) -> Tensor:
 
 def plain_entries(stages: Stages, calls: int) -> dict[str, Entry]:
     """The engine's GEMMs on this call's rows, `calls` in a graph. Raises MoETkError where they cannot run."""
-    from moe_tk.memory.nvlink_layout import ROW_BLOCKS
     from moe_tk.runtime import gemm
 
     if stages.layer.dtype != torch.bfloat16:
@@ -128,7 +127,7 @@ def plain_entries(stages: Stages, calls: int) -> dict[str, Entry]:
     stages.launch(ALL)
     stages.layer.synchronize()
     experts, own = stages.layer.num_local_experts, stages.calls
-    row_block = ROW_BLOCKS[own.choices(stages.batch.tokens)[0]]
+    row_block = own.variant_of(stages.batch.tokens).row_block
     offsets, rows = stages.local("expert_offsets")[:experts + 1].clone(), stages.local("expert_load")[:experts].clone()
     slots = int(offsets[-1])
     if slots == 0:

@@ -12,11 +12,11 @@ from moe_tk.schedule.capacity import ceil_div
 
 ROW_BLOCKS = (64, 128)     # of the compiled GEMMs; a call uses one of them
 MIN_COLUMN_BLOCK = 128     # of the compiled GEMMs: room for their task lists
-FUSED_COLUMN_BLOCK = 256   # of the fused ones among them
+FUSED_COLUMN_BLOCK = 256   # of the fused ones among them, where they are not narrower
 JOB_CHUNK = 32             # tokens between two watermarks
 MAX_GROUPS = 1536          # segments * local experts; checked against the module when it is loaded
-OPEN_CLUSTER = 8          # blocks that build the tables; checked against the module by SCRATCH_INTS
-SCRATCH_INTS = OPEN_CLUSTER * (MAX_GROUPS + 4)
+OPEN_CLUSTER = 8           # blocks that build the tables; checked too
+MAX_TOKENS = 2**21         # of all ranks; checked too
 FLAG_LINE_BYTES = 128      # one flag of one writer
 HEADER_BYTES = 16
 MAX_COL_GROUPS = 4         # groups of column blocks of GEMM 2; checked against the module
@@ -55,6 +55,9 @@ class NvlinkGeometry:
         if self.max_slots * max(self.hidden // 8, 1) > INT32_MAX:
             raise ArgumentError(f"max_tokens_per_rank is {self.max_tokens}: {self.max_slots} slots of {self.hidden} elements are "
                                 "more than the kernels can index; use fewer tokens per call")
+        if self.world * self.max_tokens > MAX_TOKENS:
+            raise ArgumentError(f"max_tokens_per_rank is {self.max_tokens}: {self.world} ranks would have "
+                                f"{self.world * self.max_tokens} tokens, wanted at most {MAX_TOKENS}; use fewer tokens per call")
         if self.dtype not in DTYPES:
             raise ArgumentError(f"dtype is {self.dtype}, wanted one of {', '.join(DTYPES)} on the CUDA back end")
         if self.quantised:
@@ -170,8 +173,6 @@ def table_items(g: NvlinkGeometry) -> tuple[Item, ...]:
         ("l1_done", (g.max_blocks,), 4, "column blocks of GEMM 1"),
         ("l2_done", (g.max_blocks, MAX_COL_GROUPS), 4, "column blocks of GEMM 2"),
         ("job_done", (g.world, g.job_chunks, MAX_COL_GROUPS), 4, "jobs pushed"),
-        ("marks", (g.max_slots,), 1, "smallest and largest slot of a row"),
-        ("scratch", (SCRATCH_INTS,), 4, "sums of the blocks that build the tables"),
     ])
 
 

@@ -14,10 +14,11 @@ from torch import Tensor
 from moe_tk.arguments import as_contiguous, check_routing_tensors, check_tensor
 from moe_tk.errors import ArgumentError
 from moe_tk.group import RankGroup
-from moe_tk.memory.nvlink_layout import MAX_TOP_K, ROW_BLOCKS
+from moe_tk.memory.nvlink_layout import MAX_TOP_K
 from moe_tk.memory.nvlink_ops_layout import DenseGeometry, RoutedOpsGeometry
 from moe_tk.ops.cuda_sessions import checked, one_call
 from moe_tk.ops.sizes import WEIGHT_POSITIONS, check_divides, routed_row_block, routed_rows
+from moe_tk.planner import variant_index
 from moe_tk.runtime.calls import signature_of
 from moe_tk.runtime.launch import Activation, resolve_activation
 from moe_tk.runtime.nvlink_layer import one_limit
@@ -148,7 +149,7 @@ class _Routed:
         """Fields of a call; weights None: all ones."""
         weights = session.ones if weights is None else weights
         return {"topk_ids": ids, "topk_weights": weights, "ids_are_64": ids.dtype == torch.int64,
-                "weights_are_bf16": weights.dtype == torch.bfloat16, "variant": ROW_BLOCKS.index(self.row_block),
+                "weights_are_bf16": weights.dtype == torch.bfloat16, "variant": variant_index("bfloat16", self.row_block),
                 "signature": self.signature, "num_tokens": ids.shape[0], **more}
 
 

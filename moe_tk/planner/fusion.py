@@ -12,7 +12,7 @@ from moe_tk.planner.machine import Machine
 ELEMENT_BYTES = 2     # bf16
 LARGE_TILE_ROWS = 48  # mean rows of an expert from which fused GEMMs on CUDA use row blocks of 128, of 64 below
 SERIAL_LARGE_TILE_ROWS = 96  # the same for the GEMMs of the serial pattern, whose 64 x 256 tiles share weights in clusters
-COLUMN_BLOCK = 256    # of the fused tiles
+COLUMN_BLOCK = 256    # of the wide fused tiles: in these the waves are counted, whatever tiles a call takes
 SAMPLES = (16, 64, 256, 512, 1024, 2048, 4096, 8192)  # tokens of a rank for which a plan is explained
 
 

@@ -6,7 +6,8 @@ from types import ModuleType
 
 from moe_tk.errors import BuildError
 from moe_tk.memory.layout import CONTROL_BYTES
-from moe_tk.memory.nvlink_layout import FLAG_LINE_BYTES, MAX_COL_GROUPS, MAX_GROUPS, ROW_BLOCKS, SCRATCH_INTS
+from moe_tk.memory.nvlink_layout import FLAG_LINE_BYTES, MAX_COL_GROUPS, MAX_GROUPS, MAX_TOKENS, OPEN_CLUSTER
+from moe_tk.planner import FUSED_VARIANTS, FusedVariant
 from moe_tk.runtime.build import build_cuda_module, load_module
 from moe_tk.runtime.native_root import native_modules
 
@@ -26,10 +27,15 @@ def nvlink_module(traced: bool = False) -> ModuleType:
         sources = next(module.sources for module in native_modules() if module.name == NAME)
         name, more, flags = (f"{NAME}_traced", TRACED_SOURCES, TRACED_FLAGS) if traced else (NAME, (), ())
         module = load_module(build_cuda_module(name, (*sources, *more), arch=ARCH, extra_flags=flags), name)
-        have = (module.CONTROL_BYTES, module.FLAG_LINE_BYTES, module.MAX_GROUPS, module.MAX_COL_GROUPS, module.SCRATCH_INTS,
-                *(tuple(variant["row_block"] for variant in module.variants(quantised)) for quantised in (False, True)))
-        want = (CONTROL_BYTES, FLAG_LINE_BYTES, MAX_GROUPS, MAX_COL_GROUPS, SCRATCH_INTS, ROW_BLOCKS, ROW_BLOCKS)
+        have = (module.CONTROL_BYTES, module.FLAG_LINE_BYTES, module.MAX_GROUPS, module.MAX_COL_GROUPS, module.OPEN_CLUSTER,
+                module.MAX_TOKENS, *(compiled_variants(module, quantised) for quantised in (False, True)))
+        want = (CONTROL_BYTES, FLAG_LINE_BYTES, MAX_GROUPS, MAX_COL_GROUPS, OPEN_CLUSTER, MAX_TOKENS, *FUSED_VARIANTS.values())
         if have != want:
             raise BuildError(f"{module.__file__} has sizes {have}, this package expects {want}: clear the module cache")
         _modules[traced] = module
     return _modules[traced]
+
+
+def compiled_variants(module: ModuleType, quantised: bool) -> tuple[FusedVariant, ...]:
+    """What the planner has in FUSED_VARIANTS, as the module says it."""
+    return tuple(FusedVariant(v["name"], v["row_block"], v["gather_cols"], v["scatter_cols"]) for v in module.variants(quantised))

@@ -12,24 +12,36 @@ from torch import Tensor
 
 from moe_tk.errors import ArgumentError
 from moe_tk.group import RankGroup
-from moe_tk.memory.nvlink_layout import ROW_BLOCKS, NvlinkGeometry
-from moe_tk.planner import SERIAL_LARGE_TILE_ROWS, Choice, LayerWork, Machine, choose_fusion, machine_of, row_block_of
-from moe_tk.runtime.gemm_tiles import POLICY_NORMAL, TileChoice, choose_tile
+from moe_tk.memory.nvlink_layout import NvlinkGeometry
+from moe_tk.planner import (
+    FUSED_VARIANTS,
+    SERIAL_LARGE_TILE_ROWS,
+    Choice,
+    FusedVariant,
+    LayerWork,
+    Machine,
+    choose_fusion,
+    choose_variant,
+    expected_blocks,
+    machine_of,
+    row_block_of,
+)
+from moe_tk.runtime.gemm_tiles import POLICY_EVICT_FIRST, POLICY_NORMAL, TileChoice, choose_tile
 from moe_tk.runtime.launch import Activation
 from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.nvlink_fp8 import scaled_weights
 from moe_tk.runtime.nvlink_session import NVLINK_SESSIONS, OPEN, STAGES
 
 INTERLEAVE = 8        # swiglu_epilogue: gate and up rows alternate in groups of 8
-TILE_ROWS, TILE_BYTES = 256, 128  # BLOCK_N of the fused GEMMs, and a row of their panels of K
+TILE_ROWS, TILE_BYTES = 256, 128  # of weights: columns of a wide tile of the GEMMs, and a row of their panels of K
 DEFAULT_PASSES = 1    # over the columns of GEMM 2
 PATTERNS = tuple(STAGES)
 NOT_PLAIN = {"gemm1_tile": -1, "gemm1_policy": 0, "gemm2_tile": -1, "gemm2_policy": 0}  # fields of a fused call
 
 
 def tiled(weights: Tensor) -> Tensor:
-    """[E, N, K] as [E, N / 256, K / C, 256, C] with C = 64 (e4m3: 128): tiles of one load each, in the order of the loads. N and K
-    padded with zeros."""
+    """[E, N, K] as [E, N / 256, K / C, 256, C] with C = 64 (e4m3: 128): in the order in which the
+    GEMMs load them, in one load or, with narrow tiles, two. N and K padded with zeros."""
     if weights.itemsize == 1:
         return _tiled(weights.view(torch.uint8), TILE_BYTES).view(weights.dtype)
     return _tiled(weights, TILE_BYTES // 2)
@@ -82,6 +94,8 @@ class NvlinkLayer:
         self.limit, self.activation, self.weights_before_l2 = one_limit(activation), activation, weights_before_l2
         self.segments, self.row_block, self.pattern, self.passes, self.traced = segments, row_block, pattern, passes, traced
         self.export_blocks = 0  # blocks of open_call that send rows; 0: chosen by their number
+        self.variant: str | None = None  # name of the fused GEMMs of all calls; None: chosen by the size of each call
+        self.weights_policy: int | None = None  # of a fused call's loads of weights; None: by the size of each call
         self.session = NVLINK_SESSIONS.get(group, geometry, device=device, reserve_sms=reserve_sms, traced=traced)
         self.w13: Tensor | None = None
         self.w2: Tensor | None = None
@@ -109,19 +123,39 @@ class NvlinkLayer:
         self.w13, self.w2, self.w13_scales, self.w2_scales = tiled(kept.w13), tiled(kept.w2), kept.w13_scales, kept.w2_scales
 
     def choices(self, num_tokens: int) -> tuple[int, int]:
-        """(variant, segments) of a call with num_tokens tokens on this rank. Slots are local, so ranks need not agree."""
-        g = self.geometry
+        """(index of the variant, segments) of a call with num_tokens tokens on this rank. Slots and tiles are local, so ranks need
+        not agree."""
+        g, segments = self.geometry, self.segments or 1
+        if self.variant is not None:
+            return next(index for index, found in enumerate(FUSED_VARIANTS[g.dtype]) if found.name == self.variant), segments
         row_block = self.row_block or row_block_of(g.world, num_tokens, g.top_k, g.num_experts)
-        return ROW_BLOCKS.index(row_block), self.segments or 1
+        groups, rows = self._groups(num_tokens)
+        chosen = choose_variant(g.dtype, row_block=row_block, groups=groups, rows=rows, hidden=g.hidden, sms=self.session.num_sms)
+        return chosen, segments
+
+    def variant_of(self, num_tokens: int) -> FusedVariant:
+        """Tiles of the fused GEMMs of a call with num_tokens tokens on this rank."""
+        return FUSED_VARIANTS[self.geometry.dtype][self.choices(num_tokens)[0]]
+
+    def _groups(self, num_tokens: int) -> tuple[int, float]:
+        """Groups on this rank, at least 1, and rows of each if experts get the mean share."""
+        g, segments = self.geometry, self.segments or 1
+        return segments * max(1, g.num_local_experts), g.world * num_tokens * g.top_k / (g.num_experts * segments)
+
+    def _policy(self, num_tokens: int) -> int:
+        """How a fused call with num_tokens tokens keeps weights in L2: not, where each is read once, as choose_tile has it."""
+        if self.weights_policy is not None:
+            return self.weights_policy
+        row_block, (groups, rows) = self.variant_of(num_tokens).row_block, self._groups(num_tokens)
+        once = row_block == 64 and expected_blocks(groups, rows, row_block) <= groups
+        return POLICY_EVICT_FIRST if once else POLICY_NORMAL
 
     def tiles(self, num_tokens: int) -> tuple[TileChoice, TileChoice]:
         """Tiles of both GEMMs of a serial call with num_tokens tokens on this rank, if its experts get the mean share."""
         g = self.geometry
-        segments = self.segments or 1
         row_block = self.row_block or row_block_of(g.world, num_tokens, g.top_k, g.num_experts, SERIAL_LARGE_TILE_ROWS)
-        groups = segments * max(1, g.num_local_experts)
-        rows = g.world * num_tokens * g.top_k / (g.num_experts * segments)
-        blocks = math.ceil(groups * max(1.0, rows / row_block + 0.5))  # a group's last row block is half full on average
+        groups, rows = self._groups(num_tokens)
+        blocks = expected_blocks(groups, rows, row_block)
         if row_block == 64 and blocks > groups:  # measured: 253 us a call of qwen3-30b-a3b at T = 512, 280 with 64 x 128
             both = TileChoice("64x256_s5_w2_c2", POLICY_NORMAL, "more than one block of 64 rows an expert: they share weights")
             return both, both
@@ -135,7 +169,7 @@ class NvlinkLayer:
             g = self.geometry
             work = LayerWork(tokens=num_tokens, world=g.world, top_k=g.top_k, num_experts=g.num_experts,
                              local_experts=g.num_local_experts, hidden=g.hidden, local_intermediate=g.local_intermediate,
-                             row_block=ROW_BLOCKS[self.choices(num_tokens)[0]])
+                             row_block=self.variant_of(num_tokens).row_block)
             self._choices[num_tokens] = choose_fusion(work, self.machine)
         return self._choices[num_tokens]
 
@@ -159,6 +193,8 @@ class NvlinkLayer:
         fields = self._fields(*self.choices(hidden.shape[0]), signature, hidden, ids, weights, out, hidden_scales)
         if pattern == "serial":
             fields.update(self._plain(hidden.shape[0]))
+        else:
+            fields["gemm1_policy"] = fields["gemm2_policy"] = self._policy(hidden.shape[0])
         self.session.run(fields, stages=STAGES[pattern] if stages is None else stages, timeout_s=self.timeout_s)
 
     def _plain(self, num_tokens: int) -> dict[str, int]:

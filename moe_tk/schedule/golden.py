@@ -89,14 +89,14 @@ def _sends(own: list[list[int]], count: int, world: int, num_experts: int, mode:
     return send_order, contributors
 
 
-def task_order_golden(tables: Tables, num_col_blocks: int, passes: int = 1) -> torch.Tensor:
+def task_order_golden(tables: Tables, num_col_blocks: int, passes: int = 1, per_step: int = 1) -> torch.Tensor:
     """orders.task_order as loops."""
     tasks = []
     row_blocks = [offset // tables.row_block for offset in tables.expert_offsets.tolist()]
-    experts = tables.num_local_experts
+    experts, steps = tables.num_local_experts, -(-num_col_blocks // per_step)
     for segment in range(tables.segments if experts else 0):
         for cut in range(passes):
-            cols = range(cut * num_col_blocks // passes, (cut + 1) * num_col_blocks // passes)
+            cols = range(cut * steps // passes * per_step, min(num_col_blocks, (cut + 1) * steps // passes * per_step))
             for expert in range(experts):
                 blocks = range(row_blocks[segment * experts + expert], row_blocks[segment * experts + expert + 1])
                 for start in range(0, len(blocks), SUPERTILE):

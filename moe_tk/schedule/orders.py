@@ -21,17 +21,18 @@ def _check_columns(name: str, value: int) -> None:
         raise ArgumentError(f"{name} must be an integer >= 1, got {value!r}")
 
 
-def task_order(tables: Tables, num_col_blocks: int, passes: int = 1) -> Tensor:
+def task_order(tables: Tables, num_col_blocks: int, passes: int = 1, per_step: int = 1) -> Tensor:
     """[n_tasks, 4] int32 rows (segment, local expert, row block, column block), in the order of execution.
 
     n_tasks = row blocks * num_col_blocks. Segment by segment, expert by expert; inside a group, supertiles of up to
     SUPERTILE row blocks are walked column by column, so that a weight column block is reused from L2; every second
     column upwards, so that neighbouring tasks always share their rows or their weights.
-    With several passes each segment is walked once for each of `passes` equal runs of column blocks: all rows are complete in
-    the first columns early, at the price of reading the rows once for each pass.
+    With several passes each segment is walked once for each of `passes` equal runs of steps of `per_step` column blocks (the last
+    step may have fewer): all rows are complete in the first columns early, at the price of reading the rows once for each pass.
     """
     _check_columns("num_col_blocks", num_col_blocks)
     _check_columns("passes", passes)
+    _check_columns("per_step", per_step)
     num_blocks, device = tables.num_blocks, tables.device
     check_int32("task_order: number of tasks", num_blocks * num_col_blocks, "use larger tiles")
     block = torch.arange(num_blocks, device=device)
@@ -48,8 +49,10 @@ def task_order(tables: Tables, num_col_blocks: int, passes: int = 1) -> Tensor:
     segment = group.clamp(min=0) // experts
     segment_start = torch.where(used, first_block[segment * experts], 0)
     segment_height = torch.where(used, first_block[(segment + 1) * experts], num_blocks) - segment_start
-    first_col = ((col + 1) * passes - 1) // num_col_blocks * num_col_blocks // passes  # of the column's pass
-    in_pass, width = col - first_col, (((col + 1) * passes - 1) // num_col_blocks + 1) * num_col_blocks // passes - first_col
+    steps = -(-num_col_blocks // per_step)
+    cut = ((col // per_step + 1) * passes - 1) // steps  # the column's pass
+    first_col = cut * steps // passes * per_step
+    in_pass, width = col - first_col, ((cut + 1) * steps // passes * per_step).clamp(max=num_col_blocks) - first_col
     row = torch.where(in_pass % 2 == 0, down, height[:, None] - 1 - down)
     place = ((segment_start * num_col_blocks)[:, None] + segment_height[:, None] * first_col
              + (tile_start - segment_start)[:, None] * width + in_pass * height[:, None] + row)

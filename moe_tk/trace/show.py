@@ -10,7 +10,7 @@ from rich.text import Text
 from moe_tk.demo.layout import percent, section, simple_table
 from moe_tk.demo.report import ReportConsole
 
-OPEN_EXPLAINED = "us of each phase on the blocks that build: mean, longest, and when the last block was done"
+OPEN_EXPLAINED = "us of each phase on the blocks that build (one, with few tokens): mean, longest, and when the last block was done"
 GEMM_EXPLAINED = ("us since the first block began. Shares are of the kernel's span over all loaders and consumer warpgroups; the "
                   "tail is from the first consumer's last tile to the last one's")
 

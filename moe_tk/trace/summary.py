@@ -10,7 +10,7 @@ from moe_tk.trace.kinds import CONSUMERS, CPU_KINDS, GPU_KERNELS, GPU_KINDS, LOA
 from moe_tk.trace.model import Laps, RankTrace, Trace
 
 OPEN, GATHER, SCATTER = range(3)
-OPEN_PHASES = tuple(range(kind_number("zero counters"), kind_number("write orders") + 1))
+OPEN_PHASES = tuple(range(kind_number("send routing"), kind_number("write tasks") + 1))
 
 
 def summarise(trace: Trace) -> dict[str, Any]:

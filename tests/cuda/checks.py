@@ -15,7 +15,7 @@ import moe_tk
 from moe_tk import reference
 from moe_tk.errors import ArgumentError, MoETkError, PeerLost, PeerRefused, ProtocolTimeout
 from moe_tk.group import resolve_group
-from moe_tk.memory.nvlink_layout import ROW_BLOCKS
+from moe_tk.planner import FUSED_VARIANTS
 from moe_tk.runtime.nvlink_layer import DEFAULT_PASSES
 from moe_tk.schedule import build_tables, make_routing, task_order
 from moe_tk.weights import shard_weights
@@ -101,22 +101,24 @@ class Data:
 BUDGET = reference.ERROR_BUDGET[torch.bfloat16]
 
 TABLE_CASES = [
-    Case(64, 2, 8, (64,), row_block=64, segments=1), Case(333, 8, 64, (333, 200), row_block=128, segments=3),
-    Case(333, 8, 64, (0, 333), row_block=64, segments=2, routing="zipf"), Case(333, 8, 64, (0,), "tp", 64, 2),
-    Case(512, 8, 64, (512,), "tp", 128, 1), Case(512, 8, 64, (511, 1), "tp", 64, 4, "hot_expert"),
-    Case(512, 6, 30, (500, 77), row_block=128, segments=4), Case(512, 6, 30, (500, 77), row_block=64, routing="all_invalid"),
-    Case(2048, 8, 128, (2048,), row_block=128, segments=4), Case(8192, 8, 64, (8192,), row_block=128, segments=4, routing="zipf"),
-    Case(8192, 8, 256, (8192, 8000), "tp", 64, 4), Case(100, 1, 1, (100, 3), row_block=128, segments=4),
+    Case(64, 2, 8, (64,), row_block=64, segments=1),
+    Case(333, 8, 64, (333, 200), row_block=128, segments=3, hidden=2184, inter=392),
+    Case(333, 8, 64, (0, 333), row_block=64, segments=2, routing="zipf", hidden=1160, inter=200),
+    Case(333, 8, 64, (0,), "tp", 64, 2), Case(512, 8, 64, (512,), "tp", 128, 1, hidden=1416, inter=392),
+    Case(512, 8, 64, (511, 1), "tp", 64, 4, "hot_expert"), Case(512, 6, 30, (500, 77), row_block=128, segments=4, hidden=2184),
+    Case(512, 6, 30, (500, 77), row_block=64, routing="all_invalid"), Case(2048, 8, 128, (2048,), row_block=128, segments=4),
+    Case(8192, 8, 64, (8192,), row_block=128, segments=4, routing="zipf"), Case(8192, 8, 256, (8192, 8000), "tp", 64, 4),
+    Case(100, 1, 1, (100, 3), row_block=128, segments=4),
     Case(512, 8, 64, (512,), row_block=64, segments=2, routing="hot_rank"), Case(96, 32, 1024, (96, 40), "tp", 64, 1)]
 
 
-def compare_tables(workspace, want, count: int, layer, columns: tuple[int, int] = (256, 256),
-                   passes: int = DEFAULT_PASSES) -> list[str]:
+def compare_tables(workspace, want, count: int, layer, columns: tuple[int, int], passes: int = DEFAULT_PASSES) -> list[str]:
     """Names of the tables on the device that differ from the schedule's. columns: of the tiles of both GEMMs; passes: of GEMM 2."""
     slots, blocks, jobs = want.slot_pair.numel(), want.block_group.numel(), want.delivery_order.numel()
     present = torch.cat([torch.arange(want.tokens_per_rank) < c for c in want.token_counts.tolist()])
     widths = 2 * layer.session.geometry.padded_intermediate, layer.hidden_size
-    orders = [task_order(want, -(-width // tile), times) for width, tile, times in zip(widths, columns, (1, passes), strict=True)]
+    orders = [task_order(want, -(-width // tile), times, 256 // tile)
+              for width, tile, times in zip(widths, columns, (1, passes), strict=True)]
     pairs = {
         "counts": (workspace.local("counts"), torch.tensor([slots, blocks, jobs, *(len(order) for order in orders)])),
         "expert_offsets": (workspace.local("expert_offsets")[:want.expert_offsets.numel()], want.expert_offsets),
@@ -148,20 +150,23 @@ def sent_rows_are_there(workspace, want, data: Data, case: Case, ranks: Ranks) -
 
 def tables(ranks: Ranks) -> None:
     """The tables that open_call builds equal the schedule's, element by element; routing weights and rows have arrived."""
-    for case in TABLE_CASES:
+    variants = FUSED_VARIANTS["bfloat16"]
+    for index, case in enumerate(TABLE_CASES):
         layer = case.layer(ranks)
-        for seed in range(2):
+        for seed in range(2):  # with the tiles that the call takes; then with any, in two passes
+            layer._calls.variant, layer._calls.passes = (None, None) if seed == 0 else (variants[index % len(variants)].name, 2)
             data = Data(case, ranks, seed)
             data.load(layer)
             x, ids, weights = data.mine()
             layer._calls.forward(x, ids, weights, torch.empty_like(x), signature=7, stages=1)
             layer.synchronize()
             counts = [case.count(rank) for rank in range(ranks.world)]
-            variant, segments = layer._calls.choices(len(x))
+            variant, segments = layer._calls.variant_of(len(x)), layer._calls.choices(len(x))[1]
             want = build_tables(data.ids, token_counts=counts, world=ranks.world, rank=ranks.rank, num_experts=case.experts,
-                                mode=case.mode, row_block=ROW_BLOCKS[variant], segments=segments, job_chunk=32)
+                                mode=case.mode, row_block=variant.row_block, segments=segments, job_chunk=32)
             workspace = layer.session.workspace
-            assert compare_tables(workspace, want, len(x), layer) == [], f"{case} seed {seed}"
+            columns, passes = (variant.gather_cols, variant.scatter_cols), layer._calls.passes or DEFAULT_PASSES
+            assert compare_tables(workspace, want, len(x), layer, columns, passes) == [], f"{case} {variant.name} seed {seed}"
             weight = workspace.local("slot_weight", torch.float32)[:want.slot_pair.numel()].cpu()
             real = want.slot_pair >= 0
             assert torch.equal(weight[real], data.weights.reshape(-1)[want.slot_pair[real].long()]), f"{case}: slot_weight"

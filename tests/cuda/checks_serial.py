@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from moe_tk import reference
-from moe_tk.memory.nvlink_layout import ROW_BLOCKS
 from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.nvlink_session import COMBINE, GATHER, GEMM1, GEMM2, OPEN, PULL
 from moe_tk.schedule import build_tables
@@ -29,7 +28,7 @@ def call(layer, ranks: Ranks, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
 
 def tables(ranks: Ranks) -> None:
     """The tables for the serial pattern's tiles equal the schedule's, the task lists of 128 columns among them."""
-    columns_of = {tile["name"]: tile["columns"] for tile in nvlink_module().plain_tiles()}
+    found = {tile["name"]: tile for tile in nvlink_module().plain_tiles()}
     seen = set()
     for case in TABLE_CASES:
         layer = case.layer(ranks, pattern="serial")
@@ -37,11 +36,11 @@ def tables(ranks: Ranks) -> None:
         x, ids, weights = data.mine()
         layer._calls.forward(x, ids, weights, torch.empty_like(x), signature=7, stages=OPEN)
         layer.synchronize()
-        variant, segments = layer._calls.choices(len(x))
-        columns = tuple(columns_of[tile.name] for tile in layer._calls.tiles(len(x)))
+        tiles, segments = [found[tile.name] for tile in layer._calls.tiles(len(x))], layer._calls.choices(len(x))[1]
+        columns = tuple(tile["columns"] for tile in tiles)
         seen.add(columns)
         want = build_tables(data.ids, token_counts=[case.count(rank) for rank in range(ranks.world)], world=ranks.world,
-                            rank=ranks.rank, num_experts=case.experts, mode=case.mode, row_block=ROW_BLOCKS[variant],
+                            rank=ranks.rank, num_experts=case.experts, mode=case.mode, row_block=tiles[0]["row_block"],
                             segments=segments, job_chunk=32)
         assert compare_tables(layer.session.workspace, want, len(x), layer, columns, passes=1) == [], f"{case}: {columns}"
     assert {128, 256} <= {width for columns in seen for width in columns}

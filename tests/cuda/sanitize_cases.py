@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from moe_tk import ops
 from moe_tk.ops.gemm_weights import quantise_rows
+from moe_tk.planner import FUSED_VARIANTS
 from tests.cuda.checks import BUDGET, Case, Data, Ranks
 from tests.cuda.checks_fp8 import ScaledData, fp8_layer
 from tests.cuda.checks_ops import Dense, Routed
@@ -49,7 +50,7 @@ def of_rank(case: Case, ranks: Ranks) -> Case:
 
 
 def call_layer(ranks: Ranks, case: Case, counts: tuple[int, ...], pattern: str = "two_kernel", options: dict | None = None,
-               **settings: int) -> int:
+               **settings: int | str) -> int:
     """A bfloat16 call with each of these numbers of tokens; settings: of the layer's calls."""
     layer, data = case.layer(ranks, timeout_s=LIMIT_S, pattern=pattern, **(options or {})), Data(case, ranks)
     data.load(layer)
@@ -63,7 +64,7 @@ def call_layer(ranks: Ranks, case: Case, counts: tuple[int, ...], pattern: str =
     return len(counts)
 
 
-def call_fp8(ranks: Ranks, case: Case, given: tuple[bool, ...], options: dict | None = None, **settings: int) -> int:
+def call_fp8(ranks: Ranks, case: Case, given: tuple[bool, ...], options: dict | None = None, **settings: int | str) -> int:
     """e4m3 calls with rows that come with their scales, or that the kernel quantises."""
     layer, data = fp8_layer(case, ranks, timeout_s=LIMIT_S, **(options or {})), ScaledData(case, ranks)
     data.load(layer)
@@ -109,6 +110,13 @@ def small_cases(ranks: Ranks) -> Cases:
 
 
 def more_cases(ranks: Ranks) -> Cases:
+    few = on_few_sms(ranks)
+    for variant in FUSED_VARIANTS["bfloat16"]:
+        call = partial(call_layer, ranks, replace(ROUND, hidden=648, inter=648), (ROUND.count(ranks.rank),), options=few)
+        yield f"fused tiles {variant.name}", partial(call, variant=variant.name)
+    for variant in FUSED_VARIANTS["float8_e4m3fn"]:
+        call = partial(call_fp8, ranks, replace(ROUND, hidden=1152, inter=1152), (False,), few)
+        yield f"e4m3 tiles {variant.name}", partial(call, variant=variant.name)
     for mode, row_block in VARIANTS:
         case, counts = replace(PLAIN, mode=mode, row_block=row_block), (PLAIN.count(ranks.rank), 0)
         yield f"fused {mode} {row_block}, two segments", partial(call_layer, ranks, case, counts)

@@ -16,6 +16,11 @@ def test_check_on_every_rank(run_ranks, check, world):
     run_ranks(world, run_check, f"checks_fp8:{check}", backend="cuda")
 
 
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_pair_of_gemms(run_ranks, world):
+    run_ranks(world, run_check, "checks_variants:e4m3", backend="cuda")
+
+
 @pytest.mark.parametrize("backend", [cuda(world=2)])
 def test_a_refused_call_is_told_to_the_others(run_ranks, backend):
     run_ranks(2, run_check, "checks_fp8:refusals", backend=backend)

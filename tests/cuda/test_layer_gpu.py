@@ -12,7 +12,7 @@ WORLDS = [pytest.param(world, marks=needs(world)) for world in (1, 2)]
 
 @pytest.mark.parametrize("world", WORLDS)
 @pytest.mark.parametrize("check", ["tables", "layer_against_reference", "back_to_back", "graphs",
-                                   "trace_checks:traced_layer"])
+                                   "checks_variants:bf16", "trace_checks:traced_layer"])
 def test_check_on_every_rank(run_ranks, check, world):
     run_ranks(world, run_check, check, backend="cuda")
 

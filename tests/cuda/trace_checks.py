@@ -13,14 +13,14 @@ from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, GPU_KERNELS, LOADERS, ST
 from moe_tk.trace.model import Laps, RankTrace
 from moe_tk.trace.summary import GATHER, OPEN, OPEN_PHASES, SCATTER
 
-COLUMN_GROUPS = 4      # call.cuh MAX_COL_GROUPS
+COLUMN_GROUPS = 4      # column_work.hpp MAX_COL_GROUPS
 TOLERANCE_NS = 2000.0  # a stamp is written a moment after what it tells of; plus a tick of the timer
 
 
 def check_trace(trace: RankTrace, tables: dict[str, np.ndarray], *, row_block: int, top_k: int, tokens: int,
-                columns: int) -> None:
-    """tables: those of TABLES, as the workspace has them; columns: column blocks of GEMM 2, of which the column groups are made.
-    Raises AssertionError."""
+                columns: int, per_step: int = 1) -> None:
+    """tables: those of TABLES, as the workspace has them; columns: column blocks of GEMM 2, per_step of them in a step of which the
+    column groups are made. Raises AssertionError."""
     assert trace.lost == 0
     _, _, jobs, tasks1, tasks2 = (int(count) for count in tables["counts"])
     error = TOLERANCE_NS + trace.clock["timer_period_ns"]
@@ -31,9 +31,10 @@ def check_trace(trace: RankTrace, tables: dict[str, np.ndarray], *, row_block: i
     _check_tiles(scatter, tables["tasks2"][:tasks2])
     _check_gates(gather, trace.laps.end[trace.laps.kernel == OPEN].max(), error)
     _check_loads(scatter, _last_push(gather, column=None), error, "GEMM 2 loaded {:.0f} ns before GEMM 1 had pushed its row block")
-    _check_batches(scatter, "combine", jobs, columns)
-    _check_batches(scatter, "reduce", tokens, columns)
-    _check_jobs(scatter, tables["job_order"][:jobs], tables["slots"].reshape(-1, top_k), row_block, columns, error)
+    steps = -(-columns // per_step)
+    _check_batches(scatter, "combine", jobs, steps)
+    _check_batches(scatter, "reduce", tokens, steps)
+    _check_jobs(scatter, tables["job_order"][:jobs], tables["slots"].reshape(-1, top_k), row_block, steps, per_step, error)
 
 
 def _check_order(laps: Laps) -> None:
@@ -46,8 +47,10 @@ def _check_order(laps: Laps) -> None:
 
 def _check_open_call(laps: Laps) -> None:
     mine = laps.where((laps.kernel == OPEN) & (laps.block < BUILD_BLOCKS))
-    for block in range(BUILD_BLOCKS):
-        assert tuple(mine.kind[mine.block == block]) == OPEN_PHASES, f"block {block}"
+    phases = [tuple(mine.kind[mine.block == block]) for block in range(BUILD_BLOCKS)]
+    assert phases[0] == OPEN_PHASES, "block 0"
+    for block, others in enumerate(phases[1:], 1):  # where one block builds, the others leave when the headers are there
+        assert others == phases[1] and others in (OPEN_PHASES, OPEN_PHASES[:2]), f"block {block}"
 
 
 def _check_tiles(laps: Laps, tasks: np.ndarray) -> None:
@@ -130,18 +133,19 @@ def _last_push(laps: Laps, column: tuple[int, int] | None) -> np.ndarray:
     return last
 
 
-def _check_batches(laps: Laps, name: str, entries: int, columns: int) -> None:
+def _check_batches(laps: Laps, name: str, entries: int, steps: int) -> None:
     """Every entry is in one batch, and every batch is done equally often (its slices) in each column group."""
     details = Counter(laps.detail[laps.kind == kind_number(name)].tolist())
     firsts = sorted({detail & 0xfffff for detail in details})
-    groups = min(COLUMN_GROUPS, columns) if entries else 0
+    groups = min(COLUMN_GROUPS, steps) if entries else 0
     assert {detail >> 20 for detail in details} == set(range(groups))
     batch = firsts[1] if len(firsts) > 1 else max(1, entries)
     assert firsts == list(range(0, entries, batch))
     assert len(details) == len(firsts) * groups and len(set(details.values())) <= 1
 
 
-def _check_jobs(laps: Laps, job_order: np.ndarray, slots: np.ndarray, row_block: int, columns: int, error: float) -> None:
+def _check_jobs(laps: Laps, job_order: np.ndarray, slots: np.ndarray, row_block: int, steps: int, per_step: int,
+                error: float) -> None:
     """No batch of jobs is taken for ready before the tiles of its rows, in its column group, were pushed."""
     ready = laps.where(laps.kind == kind_number("wait for jobs"))
     firsts = ready.detail & 0xfffff
@@ -149,9 +153,9 @@ def _check_jobs(laps: Laps, job_order: np.ndarray, slots: np.ndarray, row_block:
         return
     several = np.unique(firsts)
     batch = int(several[1]) if len(several) > 1 else len(job_order)
-    groups = min(COLUMN_GROUPS, columns)
+    groups = min(COLUMN_GROUPS, steps)
     for group in range(groups):
-        pushed_at = _last_push(laps, (group * columns // groups, (group + 1) * columns // groups))
+        pushed_at = _last_push(laps, (group * steps // groups * per_step, (group + 1) * steps // groups * per_step))
         for i in np.flatnonzero(ready.detail >> 20 == group):
             mine = slots[job_order[firsts[i]:firsts[i] + batch]]
             early = pushed_at[mine[mine >= 0] // row_block].max() - ready.end[i]
@@ -186,9 +190,9 @@ def traced_layer(ranks) -> None:
         trace = decode(*layer.session.stamps.read(), rank=ranks.rank)
         workspace = layer.session.workspace
         tables = {name: workspace.local(name).cpu().numpy() for name in TABLES}
-        row_block = (64, 128)[layer._calls.choices(len(x))[0]]
-        check_trace(trace, tables, row_block=row_block, top_k=case.top_k, tokens=len(x),
-                    columns=-(-case.hidden // FUSED_COLUMN_BLOCK))
+        variant = layer._calls.variant_of(len(x))
+        check_trace(trace, tables, row_block=variant.row_block, top_k=case.top_k, tokens=len(x),
+                    columns=-(-case.hidden // variant.scatter_cols), per_step=FUSED_COLUMN_BLOCK // variant.scatter_cols)
         assert all(offset_of(samples).error_ns < 20_000 for samples in after.values())
         edges = ranks.group.gather(edges_of(trace), timeout_s=30, step="test: edges of the trace")
         if ranks.rank == 0:

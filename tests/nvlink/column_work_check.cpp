@@ -22,18 +22,26 @@ void want(bool right, const char *what, int a = 0, int b = 0, int c = 0) {
     std::exit(1);
 }
 
-// Tiles of GEMM 2 are counted by the group that `of` says, waits are for the number that `size` says.
-void check_groups(int hidden) {
-    const column_groups columns = groups_of(hidden);
-    std::vector<uint32_t> tiles(columns.groups);
-    for (int col = 0; col < columns.col_blocks; ++col) {
-        const int group = columns.of(col);
-        want(0 <= group && group < columns.groups, "a tile of no group", hidden, col);
-        ++tiles[group];
+// Tiles of GEMM 2 are counted by the group that `group_of` says, waits are for the number that `size` says; and when so many have
+// come all columns are there that the group's items read.
+void check_groups(int hidden, int block_cols) {
+    const column_tiles tiles = tiles_of(hidden, block_cols);
+    const column_groups columns = tiles.columns;
+    want(columns.groups == groups_of(hidden).groups && columns.steps == groups_of(hidden).steps, "groups of narrow tiles", hidden);
+    std::vector<uint32_t> counted(columns.groups);
+    std::vector<int> group_of_column(hidden, -1);
+    for (int tile = 0; tile * block_cols < hidden; ++tile) {
+        const int group = tiles.group_of(tile);
+        want(0 <= group && group < columns.groups, "a tile of no group", hidden, tile);
+        ++counted[group];
+        for (int col = tile * block_cols; col < std::min(hidden, (tile + 1) * block_cols); ++col) group_of_column[col] = group;
     }
-    for (int group = 0; group < columns.groups; ++group)
-        want(tiles[group] == columns.size(group) && tiles[group] > 0, "tiles of a group", hidden, group, int(tiles[group]));
-    want(columns.first(columns.groups) * GROUP_COLS >= hidden, "columns of no group", hidden);
+    for (int group = 0; group < columns.groups; ++group) {
+        want(counted[group] == tiles.size(group) && counted[group] > 0, "tiles of a group", hidden, group, int(counted[group]));
+        const column_slice all = slice_of(columns, hidden, group, 0, 1);
+        for (int col = all.first; col < all.last; ++col) want(group_of_column[col] == group, "a column of another group", hidden, col);
+    }
+    want(tiles.first(columns.groups) == tiles.col_blocks && columns.first(columns.groups) * GROUP_COLS >= hidden, "columns of no group", hidden);
 }
 
 int width_of(int hidden, int groups) { return (hidden + groups - 1) / groups; }
@@ -48,7 +56,7 @@ void check_cover(int hidden, int entries, int most_in_batch) {
         for (int item = 0; item < cut.items(); ++item) {
             const int first = item / cut.slices * cut.batch, count = std::min(cut.batch, entries - first);
             want(count > 0, "an item without entries", hidden, entries, item);
-            const column_slice slice = slice_of(columns, GROUP_COLS, hidden, group, item % cut.slices, cut.slices);
+            const column_slice slice = slice_of(columns, hidden, group, item % cut.slices, cut.slices);
             for (int entry = first; entry < first + count; ++entry)
                 for (int col = slice.first; col < slice.last; col += 8) ++seen[(size_t(entry) * hidden + col) / 8];
         }
@@ -75,7 +83,7 @@ void check_elections(const rank_work &work, int hidden) {
     for (int item : items) {
         const work_list::place at = work.list.at(item);
         const int first = at.index / work.job_cut.slices * work.job_cut.batch, slices = work.job_cut.slices;
-        const column_slice slice = slice_of(columns, GROUP_COLS, hidden, at.group, at.index % slices, slices);
+        const column_slice slice = slice_of(columns, hidden, at.group, at.index % slices, slices);
         const int last = std::min(int(work.jobs.size()), first + work.job_cut.batch);
         for (int j = first; j < last; ++j) {
             const std::tuple key{work.jobs[j].source, work.jobs[j].token / JOB_CHUNK, at.group};
@@ -164,7 +172,7 @@ int main() {
     std::vector<int> widths{8, 128, 248, 256, 264, 504, 512, 520, 768, 1016, 1024, 1032, 1280, 2048, 2056, 2880, 4096, 5120, 7168, 7176, 8192};
     for (int i = 0; i < 40; ++i) widths.push_back(8 * (1 + below(1500)));
     for (int hidden : widths) {
-        check_groups(hidden);
+        for (int block_cols : {128, 256}) check_groups(hidden, block_cols);
         for (int entries : {0, 1, 2, 3, 33, 511, 512, 513, 1023, 1025, 2048, 2049, 4097})
             for (int most : {1, 2, 4, 8}) check_cover(hidden, entries, most);
     }

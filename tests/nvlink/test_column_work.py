@@ -33,10 +33,12 @@ def test_every_sum_and_watermark_comes_once_and_no_two_ranks_wait_for_each_other
 
 @pytest.mark.parametrize("right, wrong, text", [
     ("index * steps / slices * SLICE_STEP,", "index * (steps / slices) * SLICE_STEP,", "columns of an entry"),
-    ("((col_block + 1) * groups - 1) / col_blocks", "col_block * groups / col_blocks", "tiles of a group"),
+    ("((step + 1) * groups - 1) / steps", "step * groups / steps", "tiles of a group"),
+    ("return at < col_blocks ? at : col_blocks;", "return at;", "tiles of a group"),
     ("if (step < groups) {", "if (step >= 3 && step < groups + 3) {", "wait for each other")])
 def test_the_check_notices_what_it_is_there_to_notice(tmp_path, right, wrong, text):
-    """Slices that leave columns out, tiles counted for another group than is waited for, tokens in front of their jobs."""
+    """Slices that leave columns out, tiles counted for another group than is waited for, a cut step counted as a whole one, tokens
+    in front of their jobs."""
     include = tmp_path / "include"
     (include / HEADER).parent.mkdir(parents=True)
     for name in ("platform", "protocol"):

@@ -37,6 +37,7 @@ from moe_tk.memory.nvlink_layout import (
     symmetric_items,
     table_items,
 )
+from moe_tk.planner import FUSED_VARIANTS
 from moe_tk.runtime import nvlink_session
 from moe_tk.runtime.arch import parse_arch
 from moe_tk.runtime.cuda_toolkit import choose_toolkit, find_toolkits, torch_cuda_version
@@ -82,7 +83,8 @@ def test_one_process_alone_exports_no_rows():
     (dict(top_k=33), "top_k is 33, wanted 1..32"),
     (dict(world=33), "world is 33"),
     (dict(mode="tp", num_experts=1000, max_segments=2), f"2000 groups, wanted at most {MAX_GROUPS}"),
-    (dict(max_tokens=10**7, hidden=7168), "more than the kernels can index")])
+    (dict(max_tokens=10**7, hidden=7168), "more than the kernels can index"),
+    (dict(max_tokens=2**20 + 1, top_k=1, hidden=64), "2 ranks would have 2097154 tokens, wanted at most 2097152")])
 def test_krn_16_limits_are_stated_with_their_values(changes, text):
     with pytest.raises(ArgumentError, match=text):
         geometry(**changes)
@@ -138,10 +140,14 @@ def test_limits_of_both_halves_must_be_equal():
 def test_row_block_follows_the_rows_per_expert(tokens, row_block):
     layer = NvlinkLayer.__new__(NvlinkLayer)
     layer.geometry = geometry(max_tokens=8192, top_k=8, num_experts=32)
-    layer.row_block = layer.segments = None
-    assert layer.choices(tokens) == (ROW_BLOCKS.index(row_block), 1)
+    layer.row_block = layer.segments = layer.variant = None
+    layer.session = SimpleNamespace(num_sms=132)
+    assert layer.variant_of(tokens).row_block == row_block and layer.choices(tokens)[1] == 1
     layer.row_block, layer.segments = 64, 3
-    assert layer.choices(tokens) == (0, 3)
+    assert layer.variant_of(tokens).row_block == 64 and layer.choices(tokens)[1] == 3
+    layer.variant = "128x256_128"  # forced
+    assert layer.variant_of(tokens) == FUSED_VARIANTS["bfloat16"][layer.choices(tokens)[0]]
+    assert layer.variant_of(tokens).name == "128x256_128"
 
 
 def session(rank: int = 1) -> NvlinkSession:
@@ -274,11 +280,13 @@ def test_module_compiles_and_its_sizes_are_the_layouts():
     """Every instantiation compiles for SM90 here, and nvlink_module() compares the constants of both sides."""
     if choose_toolkit(parse_arch("90a"), find_toolkits(), torch_cuda_version()).chosen is None:
         pytest.skip("no nvcc that can build for SM90")
-    from moe_tk.runtime.nvlink import nvlink_module
+    from moe_tk.runtime.nvlink import compiled_variants, nvlink_module
 
     try:
-        variants = nvlink_module().variants()
+        module = nvlink_module()
     except BuildError as error:
         pytest.fail(str(error))
-    assert [variant["row_block"] for variant in variants] == list(ROW_BLOCKS)
+    for quantised, dtype in enumerate(("bfloat16", "float8_e4m3fn")):
+        assert compiled_variants(module, bool(quantised)) == FUSED_VARIANTS[dtype]
+    variants = [*module.variants(), *module.variants(True)]
     assert all(variant[name] <= 227 * 1024 for variant in variants for name in ("gather_shared", "scatter_shared"))

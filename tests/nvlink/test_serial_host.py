@@ -21,7 +21,7 @@ def layer(pattern: str = "auto", **changes) -> NvlinkLayer:
     bare = NvlinkLayer.__new__(NvlinkLayer)
     bare.geometry = NvlinkGeometry(**{**dict(world=2, rank=0, max_tokens=8192, top_k=8, num_experts=128, hidden=2048,
                                              intermediate_size=768, mode="ep", max_segments=1), **changes})
-    bare.row_block = bare.segments = None
+    bare.row_block = bare.segments = bare.variant = bare.weights_policy = None
     bare.pattern, bare.machine, bare.session = pattern, H200, SimpleNamespace(num_sms=132)
     bare._choices, bare._plain_fields, bare._tile_index = {}, {}, {name: index for index, name in enumerate(TILES)}
     return bare
@@ -57,6 +57,13 @@ def test_tiles_follow_the_rows_of_an_expert(tokens, first, second):
     fields = qwen._plain(tokens)
     assert fields["gemm1_tile"] == list(TILES).index(first) and fields["gemm2_tile"] == list(TILES).index(second)
     assert fields["passes"] == 1 and fields["gemm1_policy"] in (0, 1)
+
+
+def test_fused_calls_keep_weights_in_cache_where_they_are_read_again():
+    qwen = layer("two_kernel")
+    assert [qwen._policy(tokens) for tokens in (0, 64, 256, 300, 8192)] == [1, 1, 1, 0, 0]
+    qwen.weights_policy = 0
+    assert qwen._policy(64) == 0
 
 
 def test_few_tiles_are_narrower():

@@ -18,20 +18,21 @@ SOME = settings(max_examples=100, deadline=None)
 
 
 @SOME
-@given(cases(), st.integers(1, 5), st.integers(1, 4))
-def test_task_order(case, num_cols, passes):
+@given(cases(), st.integers(1, 5), st.integers(1, 4), st.integers(1, 2))
+def test_task_order(case, num_cols, passes, per_step):
     padded = case.padded(case.world - 1)
     tables = case.build(case.world - 1)
-    order = task_order(tables, num_cols, passes)
+    order = task_order(tables, num_cols, passes, per_step)
     assert order.dtype == torch.int32
-    assert torch.equal(order, task_order_golden(tables, num_cols, passes))
+    assert torch.equal(order, task_order_golden(tables, num_cols, passes, per_step))
     group = order[:, 0] * tables.num_local_experts + order[:, 1]
-    walk = (order[:, 0] * passes + ((order[:, 3] + 1) * passes - 1) // num_cols) * tables.num_local_experts + order[:, 1]
+    cut = ((order[:, 3] // per_step + 1) * passes - 1) // -(-num_cols // per_step)
+    walk = (order[:, 0] * passes + cut) * tables.num_local_experts + order[:, 1]
     assert bool((walk.diff() >= 0).all()), "a segment, in it a pass, in it an expert, ends before the next begins"
     tiles = order[:, 2].long() * num_cols + order[:, 3]
     assert torch.equal(tiles.sort().values, torch.arange(tables.num_blocks * num_cols)), "each tile exactly once"
     assert torch.equal(group, tables.block_group[order[:, 2].long()])
-    at_capacity = task_order(padded.tables, num_cols, passes)
+    at_capacity = task_order(padded.tables, num_cols, passes, per_step)
     assert torch.equal(at_capacity[: len(order)], order) and bool((at_capacity[len(order):] == -1).all())
 
 

@@ -59,9 +59,10 @@ def make_call(tables: dict[str, np.ndarray]) -> MadeUp:
         call.begun |= {(kernel, block, writer): at for block in range(BLOCKS) for writer in range(writers)}
     for block in range(BUILD_BLOCKS):
         for step, kind in enumerate(OPEN_PHASES):
-            call.lanes.setdefault((OPEN, block, 0), []).append((kind, 0, step * 1_024, (step + 1) * 1_024))
+            call.lanes.setdefault((OPEN, block, 0), []).append((kind, 0, step * 1_536, (step + 1) * 1_536))
     for block in range(BUILD_BLOCKS, BLOCKS):
-        call.lap(OPEN, block, 0, "export rows", 0, 0, 4_096)
+        call.lap(OPEN, block, 0, "zero counters", 0, 0, 1_024)
+        call.lap(OPEN, block, 0, "export rows", 0, 1_024, 5_120)
     _tiles(call, GATHER, tables["tasks1"], 16_000)
     _tiles(call, SCATTER, tables["tasks2"], 64_000)
     _batches(call, len(tables["job_order"]), "wait for jobs", "combine", 90_016)

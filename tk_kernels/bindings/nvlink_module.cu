@@ -61,7 +61,7 @@ nvlink::workspace_view read_workspace(const py::dict &values) {
     w.counters = {.l1_done = f.pointer<uint32_t>("l1_done"), .l2_done = f.pointer<uint32_t>("l2_done"),
                   .job_done = f.pointer<uint32_t>("job_done"), .next_item = f.pointer<uint32_t>("next_item")};
     w.epoch = f.pointer<uint32_t>("epoch"), w.blocks_done = f.pointer<uint32_t>("blocks_done");
-    w.copies_done = f.pointer<uint32_t>("copies_done"), w.routing_sent = f.pointer<uint32_t>("routing_sent"), w.scratch = f.pointer<int>("scratch"), w.marks = f.pointer<uint8_t>("marks");
+    w.copies_done = f.pointer<uint32_t>("copies_done"), w.routing_sent = f.pointer<uint32_t>("routing_sent");
     w.rows = f.pointer<void>("slot_rows"), w.activated = f.pointer<void>("activated");
     w.expert_out = f.pointer<void>("expert_out");
     w.activated_scales = f.pointer<float>("activated_scales"), w.quantised = w.call.keeps_own = f.get<bool>("quantised");
@@ -186,7 +186,8 @@ PYBIND11_MODULE(MODULE_NAME, m) {
     m.attr("FLAG_LINE_BYTES") = nvlink::FLAG_LINE * 4;
     m.attr("MAX_GROUPS") = nvlink::MAX_GROUPS;
     m.attr("MAX_COL_GROUPS") = nvlink::MAX_COL_GROUPS;
-    m.attr("SCRATCH_INTS") = nvlink::SCRATCH_INTS;
+    m.attr("OPEN_CLUSTER") = nvlink::OPEN_CLUSTER;
+    m.attr("MAX_TOKENS") = nvlink::MAX_TOKENS;
     m.def("variants", &list_variants, py::arg("quantised") = false, "The compiled pairs of fused GEMMs of bf16 or e4m3, by index");
     m.def("plain_tiles", &list_plain_tiles, "The tiles of the serial pattern's GEMMs, by index");
     py::class_<workspace>(m, "Workspace", py::module_local())  // a traced module may be loaded as well

@@ -101,8 +101,8 @@ class routed_workspace {
                                              .slots = f.pointer<int>("slots_out"), .rows = f.get<int>("rows"),
                                              .stride = f.get<int>("stride")};
         f.done();
-        if (call.variant < 0 || call.variant >= nvlink::num_fused_variants)
-            throw py::value_error("variant " + std::to_string(call.variant) + " does not exist");
+        if (call.variant < 0 || call.variant >= nvlink::num_fused_variants || !nvlink::is_routed(nvlink::fused_variants[call.variant]))
+            throw py::value_error("variant " + std::to_string(call.variant) + " does not exist for the routed operations");
         w.call.timeout_ns = nanoseconds(timeout_s);
         const cudaStream_t s = stream_of(stream);
         if (stages & nvlink::ROUTED_OPEN) nvlink::launch_open_call(w, call, s);

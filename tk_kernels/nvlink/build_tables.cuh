@@ -1,4 +1,8 @@
-// The schedule tables, from the pairs of all ranks in this GPU's memory. One cluster builds; docs/schedule.md has the meaning.
+// The schedule tables, from the pairs of all ranks in this GPU's memory; docs/schedule.md has the meaning.
+//
+// All three orders are counting sorts of pairs by group, stable in (token, choice): the slots of all pairs, delivery_order of
+// each token's first pair and job_order of its last one, in the order of slots. Which pairs of a token these are follows from
+// its groups alone, so all three are counted in one pass, and one sum over warps, blocks and groups places all three.
 #pragma once
 
 #include "hooks.cuh"
@@ -6,286 +10,326 @@
 
 namespace moe_tk::nvlink {
 
-struct token_place {
-    int rank, t, segment;
-    int64_t row;
+// Three numbers of one group: its pairs, and those among them that are the first and the last of their token in slot order.
+struct group_counts {
+    static constexpr int PAIR_BITS = 26, TOKEN_BITS = 19;
+    int pairs, firsts, lasts;
+    __device__ static uint64_t pack(int pairs, int firsts, int lasts) {
+        return uint64_t(pairs) | uint64_t(firsts) << PAIR_BITS | uint64_t(lasts) << (PAIR_BITS + TOKEN_BITS);
+    }
+    __device__ static group_counts unpack(uint64_t v) {
+        return {int(v & ((1u << PAIR_BITS) - 1)), int(v >> PAIR_BITS & ((1u << TOKEN_BITS) - 1)), int(v >> (PAIR_BITS + TOKEN_BITS))};
+    }
 };
+// A block has an eighth of the tokens, and less than one more for each warp; 32 choices at most.
+static_assert(MAX_TOKENS / OPEN_CLUSTER + OPEN_WARPS < 1 << group_counts::TOKEN_BITS);
+static_assert((MAX_TOKENS / OPEN_CLUSTER + OPEN_WARPS) * 32ll < 1ll << group_counts::PAIR_BITS);
+
+// chunk_expected is added to by place_pairs, behind barriers 1 to 3.
+__device__ __forceinline__ void zero_chunks(const open_globals &g, const build_place &me) {
+    if (me.block != 0) return;
+#pragma unroll 1
+    for (int i = me.thread; i < g.call.world * g.call.job_chunks; i += OPEN_THREADS) g.tables.chunk_expected[i] = 0;
+}
+
+struct token_place { int rank, t, segment; };
 __device__ __forceinline__ token_place place_of(const open_globals &g, const open_shared &s, int token) {
     int r = 0;
     while (token >= s.first_token[r + 1]) ++r;
     const int t = token - s.first_token[r], count = s.first_token[r + 1] - s.first_token[r];
-    return {r, t, g.segments == 1 ? 0 : t * g.segments / count, int64_t(r) * g.call.max_tokens + t};
+    return {r, t, g.segments == 1 ? 0 : int(uint32_t(t) * uint32_t(g.segments) / uint32_t(count))};
 }
 // Group of an id at this rank, or -1.
 __device__ __forceinline__ int group_of(const open_globals &g, int id, int segment) {
     const int local = id - g.first_expert;
     return id >= 0 && local >= 0 && local < g.num_local ? segment * g.num_local + local : -1;
 }
-struct token_range { int first, last; };
-__device__ __forceinline__ token_range tokens_of_warp(const open_globals &g, const open_shared &s, int warp) {
-    const int all = s.first_token[g.call.world], each = (all + BUILD_WARPS - 1) / BUILD_WARPS;
-    return {min(all, warp * each), min(all, (warp + 1) * each)};
+
+// The tokens of a warp. It takes them in steps of 32 / k whole ones, a lane for each pair.
+struct token_walk {
+    int first, last, per_step;
+    int token, choice;  // of this lane, in a step
+    bool used;          // whether there is one
+};
+__device__ __forceinline__ token_walk walk_of(const open_globals &g, const build_place &me, const open_shared &s) {
+    const int warps = me.builders * g.room.warps, warp = me.block * g.room.warps + me.warp;
+    const int all = s.first_token[g.call.world], each = (all + warps - 1) / warps;
+    token_walk w;
+    w.first = me.warp < g.room.warps ? min(all, warp * each) : all, w.last = min(all, w.first + each);
+    w.per_step = g.choices.divide(32), w.token = g.choices.divide(me.lane);
+    w.choice = me.lane - w.token * g.call.top_k, w.used = w.token < w.per_step;
+    return w;
 }
 
-// Calls body(token place, pair in the token's rank, pair is real, (id, weight)) for all pairs of this warp, 32 at a time in
-// order; the loads of LOOKAHEAD steps are in flight together.
-template <class Body>
-__device__ __forceinline__ void for_each_pair(const open_globals &g, const build_place &me, const open_shared &s, uint32_t parity, Body &&body) {
+// The key of a pair: its group, and which of its token's pairs it is; or -1.
+constexpr int KEY_FIRST = 1 << 30, KEY_LAST = 1 << 29, KEY_GROUP = KEY_LAST - 1;
+
+// Slots of a token follow its pairs' (group, choice), since a token is in one segment and earlier than the next one.
+__device__ __forceinline__ int key_of(const open_globals &g, const build_place &me, const token_walk &w, int group) {
+    const int k = g.call.top_k, mine = group * 32 + w.choice;
+    int least = group >= 0 ? mine : INT32_MAX, most = group >= 0 ? mine : -1;
+#pragma unroll 1
+    for (int d = 1; d < k; d *= 2) {  // of the 2 d pairs from this one on
+        const int other_least = __shfl_sync(0xffffffff, least, me.lane + d), other_most = __shfl_sync(0xffffffff, most, me.lane + d);
+        if (w.choice + d < k) least = min(least, other_least), most = max(most, other_most);
+    }
+    least = __shfl_sync(0xffffffff, least, me.lane - w.choice), most = __shfl_sync(0xffffffff, most, me.lane - w.choice);
+    return group < 0 ? -1 : group | (mine == least ? KEY_FIRST : 0) | (mine == most ? KEY_LAST : 0);
+}
+
+// Fills the lane's column of the stash with (key, weight) of its pairs of tokens first .. last. The loads of LOOKAHEAD steps are in
+// flight together.
+__device__ __forceinline__ void load_chunk(const open_globals &g, const build_place &me, const open_shared &s, const token_walk &w,
+                                           uint32_t parity, int first, int last, int2 *stash) {
     constexpr int LOOKAHEAD = 4;
-    const int k = g.call.top_k;
-    const token_range range = tokens_of_warp(g, s, me.global_warp);
-    const int last = range.last * k;
-    for (int first = range.first * k; first < last; first += 32 * LOOKAHEAD) {
-        token_place at[LOOKAHEAD];
-        int index[LOOKAHEAD];
+    const int stride = LOOKAHEAD * w.per_step;
+#pragma unroll 1
+    for (int from = first, step = 0; from < last; from += stride, step += LOOKAHEAD) {
         int2 pair[LOOKAHEAD];
+        int segment[LOOKAHEAD];
 #pragma unroll
         for (int u = 0; u < LOOKAHEAD; ++u) {
-            const int p = first + u * 32 + me.lane;
-            if (p >= last) continue;
-            const int token = g.choices.divide(p);
-            at[u] = place_of(g, s, token);
-            index[u] = at[u].t * k + p - token * k;
-            pair[u] = __ldcg(g.call.routing(g.call.rank, parity, at[u].rank) + index[u]);
+            const int token = from + u * w.per_step + w.token;
+            pair[u] = {-1, 0}, segment[u] = 0;
+            if (!w.used || token >= last) continue;
+            const token_place at = place_of(g, s, token);
+            segment[u] = at.segment;
+            pair[u] = __ldcg(g.call.routing(g.call.rank, parity, at.rank) + at.t * g.call.top_k + w.choice);
         }
 #pragma unroll
         for (int u = 0; u < LOOKAHEAD; ++u)
-            if (first + u * 32 < last) body(at[u], index[u], first + u * 32 + me.lane < last, pair[u]);
+            if (from + u * w.per_step < last) stash[(step + u) * 32] = {group_of(g, pair[u].x, segment[u]), pair[u].y};
+    }
+#pragma unroll 1
+    for (int from = first, step = 0; from < last; from += w.per_step, ++step) stash[step * 32].x = key_of(g, me, w, stash[step * 32].x);
+}
+
+// Calls body(first token of the step, (key, weight) of this lane's pair) for all steps of this warp in order. What does not fit
+// the stash at once is loaded again by the second pass over it.
+template <class Body>
+__device__ __forceinline__ void for_each_step(const open_globals &g, const build_place &me, const open_shared &s, const build_arrays &a,
+                                              const token_walk &w, uint32_t parity, bool loaded, Body &&body) {
+    const int chunk = g.room.steps * w.per_step;
+    int2 *stash = a.stash + me.warp * g.room.steps * 32 + me.lane;
+    if (w.last - w.first > chunk) loaded = false;
+#pragma unroll 1
+    for (int first = w.first; first < w.last; first += chunk) {
+        const int last = min(w.last, first + chunk);
+        if (!loaded) load_chunk(g, me, s, w, parity, first, last, stash);
+#pragma unroll 1
+        for (int from = first, step = 0; from < last; from += w.per_step, ++step) body(from, stash[step * 32]);
     }
 }
 
-// Rows of each (warp, group), in the order of the pairs.
-__device__ __forceinline__ void count_pairs(const open_globals &g, const build_place &me, open_shared &s, int groups, uint32_t parity) {
-    for (int i = me.thread; i < OPEN_WARPS * groups; i += OPEN_THREADS) s.histogram[i] = 0;
-    __syncthreads();
-    uint32_t *mine = s.histogram + me.warp * groups;
-    for_each_pair(g, me, s, parity, [&](const token_place &at, int, bool real, int2 pair) {
-        const int group = real ? group_of(g, pair.x, at.segment) : -1;
-        if (group >= 0) atomicAdd(mine + group, 1u);
-    });
+// Counts the pairs of a step in the warp's histogram; returns what it held before each pair.
+__device__ __forceinline__ uint64_t count_step(uint64_t *mine, int key, int lane) {
+    const int group = key < 0 ? -1 : key & KEY_GROUP;
+    const uint32_t same = __match_any_sync(0xffffffff, group), before = same & ((1u << lane) - 1);
+    const uint32_t firsts = __ballot_sync(0xffffffff, key >= 0 && key & KEY_FIRST);
+    const uint32_t lasts = __ballot_sync(0xffffffff, key >= 0 && key & KEY_LAST);
+    const uint64_t old = group >= 0 ? mine[group] : 0;
+    __syncwarp();
+    if (group >= 0 && before == 0) mine[group] = old + group_counts::pack(__popc(same), __popc(same & firsts), __popc(same & lasts));
+    __syncwarp();
+    return old + group_counts::pack(__popc(before), __popc(before & firsts), __popc(before & lasts));
+}
+
+__device__ __forceinline__ void count_pairs(const open_globals &g, const build_place &me, const open_shared &s, const build_arrays &a,
+                                            const token_walk &w, uint32_t parity) {
+    const int groups = g.segments * g.num_local;
+    uint64_t *mine = a.histogram + me.warp * groups;
+    if (me.warp < g.room.warps)
+#pragma unroll 1
+        for (int i = me.lane; i < groups; i += 32) mine[i] = 0;
+    __syncwarp();
+    for_each_step(g, me, s, a, w, parity, false, [&](int, int2 pair) { count_step(mine, pair.x, me.lane); });
     __syncthreads();
 }
 
-// Exclusive sum over the block of one value per thread; `total` is the sum of all.
-__device__ __forceinline__ int block_scan(int value, const build_place &me, int *warp_sum, int &total) {
-    int sum = value;
-#pragma unroll
-    for (int d = 1; d < 32; d *= 2) {
-        const int below = __shfl_up_sync(0xffffffff, sum, d);
-        if (me.lane >= d) sum += below;
-    }
-    __syncthreads();
-    if (me.lane == 31) warp_sum[me.warp] = sum;
-    __syncthreads();
-    int before = 0, all = 0;
-    for (int w = 0; w < OPEN_WARPS; ++w) {
-        if (w == me.warp) before = all;
-        all += warp_sum[w];
-    }
-    total = all;
-    return before + sum - value;
-}
-
-// Turns the counts of each (warp, group) into the slot of its first pair; fills offsets, groups and padding.
-__device__ __forceinline__ void place_groups(const open_globals &g, const build_place &me, open_shared &s, int groups) {
-    int *totals = g.scratch + OPEN_CLUSTER;  // [OPEN_CLUSTER, groups]
+// Turns the counts of each (warp, group) into those of the warps before it, and gives their sums to all blocks that build.
+__device__ __forceinline__ void share_counts(const open_globals &g, const build_place &me, const build_arrays &a) {
+    constexpr int BATCH = 4;  // room_for gives a multiple of it
+    const int groups = g.segments * g.num_local;
+#pragma unroll 1
     for (int group = me.thread; group < groups; group += OPEN_THREADS) {
-        uint32_t sum = 0;
-        for (int w = 0; w < OPEN_WARPS; ++w) {
-            const uint32_t here = s.histogram[w * groups + group];
-            s.histogram[w * groups + group] = sum;
-            sum += here;
+        uint64_t sum = 0;
+#pragma unroll 1
+        for (int warp = 0; warp < g.room.warps; warp += BATCH) {
+            uint64_t *row = a.histogram + warp * groups + group, here[BATCH];
+#pragma unroll
+            for (int u = 0; u < BATCH; ++u) here[u] = row[u * groups];
+#pragma unroll
+            for (int u = 0; u < BATCH; ++u) row[u * groups] = sum, sum += here[u];
         }
-        totals[me.block * groups + group] = int(sum);
+        for (int block = 0; block < me.builders; ++block) in_block(a.inbox, block)[me.block * groups + group] = sum;
     }
-    cluster_barrier();
+    // 3 of 3: releases the warps that have written, acquires their sums. Behind it no block touches another one's memory, so each
+    // may leave when it likes.
+    if (me.builders == 1) __syncthreads();
+    else cluster_barrier(me.warp * 32 < groups);
+}
+
+// Exclusive sums over the block of three values per thread; `total` are the sums of all. Once only.
+__device__ __forceinline__ void block_scan(int (&value)[3], const build_place &me, open_shared &s, int (&total)[3]) {
+    const auto warp_scan = [&](int v) {
+#pragma unroll
+        for (int d = 1; d < 32; d *= 2) {
+            const int below = __shfl_up_sync(0xffffffff, v, d);
+            if (me.lane >= d) v += below;
+        }
+        return v;
+    };
+    int sum[3];
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        sum[i] = warp_scan(value[i]);
+        if (me.lane == 31) s.warp_sum[i][me.warp] = sum[i];
+    }
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < 3; ++i) {
+        const int mine = me.lane < OPEN_WARPS ? s.warp_sum[i][me.lane] : 0, warps = warp_scan(mine);
+        total[i] = __shfl_sync(0xffffffff, warps, 31);
+        value[i] = __shfl_sync(0xffffffff, warps - mine, me.warp) + sum[i] - value[i];
+    }
+}
+
+// Fills what a block knows of each group.
+__device__ __forceinline__ void place_groups(const open_globals &g, const build_place &me, open_shared &s, const build_arrays &a) {
     constexpr int PER_THREAD = (MAX_GROUPS + OPEN_THREADS - 1) / OPEN_THREADS;
-    int before[PER_THREAD], padded[PER_THREAD], sum = 0;
+    const int groups = g.segments * g.num_local;
+    const int each = groups <= OPEN_THREADS ? 1 : PER_THREAD;
+    group_counts before[PER_THREAD];
+    int padded[PER_THREAD], firsts[PER_THREAD], lasts[PER_THREAD], at[3] = {0, 0, 0}, total[3];
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
-        const int group = me.thread * PER_THREAD + i;
-        before[i] = padded[i] = 0;
-        if (group >= groups) continue;
-        int all = 0;
-        for (int b = 0; b < OPEN_CLUSTER; ++b) {
-            if (b == me.block) before[i] = all;
-            all += __ldcg(totals + b * groups + group);
+        const int group = me.thread * each + i;
+        before[i] = {0, 0, 0}, padded[i] = firsts[i] = lasts[i] = 0;
+        if (i >= each || group >= groups) continue;
+        int pairs = 0;
+#pragma unroll 4
+        for (int block = 0; block < OPEN_CLUSTER; ++block) {  // loads in flight together
+            if (block >= me.builders) continue;
+            if (block == me.block) before[i] = {pairs, firsts[i], lasts[i]};
+            const group_counts here = group_counts::unpack(a.inbox[block * groups + group]);
+            pairs += here.pairs, firsts[i] += here.firsts, lasts[i] += here.lasts;
         }
-        s.total[group] = all;
-        padded[i] = (all + g.row_block - 1) / g.row_block * g.row_block;
-        sum += padded[i];
+        a.total[group] = pairs;
+        padded[i] = (pairs + g.row_block - 1) & -g.row_block;
+        at[0] += padded[i], at[1] += firsts[i], at[2] += lasts[i];
     }
-    int all_slots;
-    int at = block_scan(sum, me, s.warp_sum[0], all_slots);
+    block_scan(at, me, s, total);
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
-        const int group = me.thread * PER_THREAD + i;
-        if (group >= groups) continue;
-        s.offset[group] = at;
-        s.first_slot[group] = at + before[i];
-        at += padded[i];
+        const int group = me.thread * each + i;
+        if (i >= each || group >= groups) continue;
+        a.offset[group] = at[0];
+        a.first_slot[group] = at[0] + before[i].pairs;
+        a.first_delivery[group] = at[1] + before[i].firsts, a.first_job[group] = at[2] + before[i].lasts;
+        at[0] += padded[i], at[1] += firsts[i], at[2] += lasts[i];
     }
-    if (me.thread == 0) s.offset[groups] = all_slots;
+    if (me.thread == 0) {
+        a.offset[groups] = total[0];
+        if (me.block == 0) g.tables.counts[COUNT_JOBS] = total[1];
+    }
     __syncthreads();
 }
 
-__device__ __forceinline__ void write_groups(const open_globals &g, const build_place &me, const open_shared &s, int groups) {
+// Each pair's slot, and the places of its token where it is the first or the last one.
+__device__ __forceinline__ void place_pairs(const open_globals &g, const build_place &me, const open_shared &s, const build_arrays &a,
+                                            const token_walk &w, uint32_t parity) {
+    const call_view &c = g.call;
     const table_view &t = g.tables;
-    for (int i = me.global_thread; i <= groups; i += BUILD_THREADS) t.expert_offsets[i] = s.offset[i];
-    for (int e = me.global_thread; e < g.num_local; e += BUILD_THREADS) {
-        int load = 0;
-        for (int seg = 0; seg < g.segments; ++seg) load += s.total[seg * g.num_local + e];
-        t.expert_load[e] = load;
-        t.load_total[e] += load;
-    }
-    for (int group = me.global_warp; group < groups; group += BUILD_WARPS) {
-        const int first = s.offset[group], rows = s.total[group], end = s.offset[group + 1];
-        for (int slot = first + me.lane * g.row_block; slot < end; slot += 32 * g.row_block) {
-            t.block_group[slot / g.row_block] = group;
-            t.block_target[slot / g.row_block] = min(g.row_block, first + rows - slot);
+    uint64_t *mine = a.histogram + me.warp * g.segments * g.num_local;
+    for_each_step(g, me, s, a, w, parity, true, [&](int from, int2 pair) {
+        const int key = pair.x, group = key & KEY_GROUP, token = from + w.token;
+        const group_counts before = group_counts::unpack(count_step(mine, key, me.lane));
+        if (!w.used || token >= w.last) return;
+        const token_place at = place_of(g, s, token);
+        const int row = at.rank * c.max_tokens + at.t, number = row * c.top_k + w.choice;
+        const int slot = key < 0 ? -1 : a.first_slot[group] + before.pairs;
+        t.slots[number] = slot;
+        if (key < 0) return;
+        t.slot_pair[slot] = number, t.slot_weight[slot] = __int_as_float(pair.y);
+        if (key & KEY_FIRST) {
+            t.delivery_order[a.first_delivery[group] + before.firsts] = row;
+            atomicAdd(t.chunk_expected + at.rank * c.job_chunks + at.t / c.job_chunk, 1);
         }
-        for (int slot = first + rows + me.lane; slot < end; slot += 32) t.slot_pair[slot] = -1;
+        if (key & KEY_LAST) t.job_order[a.first_job[group] + before.lasts] = row;
+    });
+}
+
+// Row blocks of so many slots. A row block is a power of two.
+__device__ __forceinline__ int blocks_of(const open_globals &g, int slots) { return slots >> (__ffs(g.row_block) - 1); }
+
+__device__ __forceinline__ void write_groups(const open_globals &g, const build_place &me, const open_shared &s, const build_arrays &a) {
+    const table_view &t = g.tables;
+    const int groups = g.segments * g.num_local, threads = me.builders * OPEN_THREADS, thread = me.thread * me.builders + me.block;
+    for (int r = thread; r < g.call.world; r += threads) t.token_counts[r] = s.first_token[r + 1] - s.first_token[r];
+#pragma unroll 1
+    for (int i = thread; i <= groups; i += threads) t.expert_offsets[i] = a.offset[i];
+#pragma unroll 1
+    for (int e = thread; e < g.num_local; e += threads) {
+        int load = 0;
+#pragma unroll 1
+        for (int seg = 0; seg < g.segments; ++seg) load += a.total[seg * g.num_local + e];
+        t.expert_load[e] = load;
+        atomicAdd(reinterpret_cast<unsigned long long *>(t.load_total) + e, static_cast<unsigned long long>(load));
     }
-    if (me.global_thread == 0) {
-        const int blocks = s.offset[groups] / g.row_block;
-        t.counts[COUNT_SLOTS] = s.offset[groups], t.counts[COUNT_BLOCKS] = blocks;
+    if (thread == 0) {
+        const int blocks = blocks_of(g, a.offset[groups]);
+        t.counts[COUNT_SLOTS] = a.offset[groups], t.counts[COUNT_BLOCKS] = blocks;
         t.counts[COUNT_TASKS1] = blocks * g.col_blocks1, t.counts[COUNT_TASKS2] = blocks * g.col_blocks2;
     }
 }
 
-// Pairs get their slots in order: 32 at a time, ranked among the lanes of the same group.
-__device__ __forceinline__ void place_pairs(const open_globals &g, const build_place &me, open_shared &s, int groups, uint32_t parity) {
-    uint32_t *before = s.histogram + me.warp * groups;
-    for_each_pair(g, me, s, parity, [&](const token_place &at, int index, bool real, int2 pair) {
-        const int group = real ? group_of(g, pair.x, at.segment) : -1;
-        const uint32_t same = __match_any_sync(0xffffffff, group);
-        const int rank = __popc(same & ((1u << me.lane) - 1));
-        const int slot = group >= 0 ? s.first_slot[group] + int(before[group]) + rank : -1;
-        __syncwarp();
-        if (group >= 0 && rank == 0) before[group] += __popc(same);
-        __syncwarp();
-        if (!real) return;
-        const int number = at.rank * g.call.max_tokens * g.call.top_k + index;
-        g.tables.slots[number] = slot;
-        if (slot >= 0) g.tables.slot_pair[slot] = number, g.tables.slot_weight[slot] = __int_as_float(pair.y);
-    });
-    __syncwarp();
-}
-
-enum slot_mark : uint8_t { MARK_FIRST = 1, MARK_LAST = 2 };  // smallest and largest slot of a row
-
-// Calls body(j, slots[j]) for the slots of one row of the table, in vectors where k allows it.
-template <class Body> __device__ __forceinline__ void for_each_slot(const int *slots, int k, Body &&body) {
-    if (k % 4 == 0) {
-#pragma unroll 2
-        for (int j = 0; j < k; j += 4) {
-            const int4 v = __ldcg(reinterpret_cast<const int4 *>(slots + j));
-            body(j, v.x), body(j + 1, v.y), body(j + 2, v.z), body(j + 3, v.w);
-        }
-    } else {
-#pragma unroll 6
-        for (int j = 0; j < k; ++j) body(j, __ldcg(slots + j));
+// A row block among those of its group and its segment; all counted in row blocks.
+struct block_place { int block, group, start, end, segment, segment_start, segment_end; };
+__device__ __forceinline__ block_place place_of_block(const open_globals &g, const build_arrays &a, int block) {
+    const int slot = block * g.row_block;
+    int group = 0;
+    for (int end = g.segments * g.num_local; end - group > 1;) {  // the last one that begins here or before
+        const int middle = (group + end) / 2;
+        if (a.offset[middle] <= slot) group = middle;
+        else end = middle;
     }
+    const int segment = g.segments == 1 ? 0 : group / g.num_local;
+    return {block, group, blocks_of(g, a.offset[group]), blocks_of(g, a.offset[group + 1]), segment,
+            blocks_of(g, a.offset[segment * g.num_local]), blocks_of(g, a.offset[(segment + 1) * g.num_local])};
 }
 
-// Per token: marks its smallest and largest slot, and counts its job.
-__device__ __forceinline__ void mark_tokens(const open_globals &g, const build_place &me, const open_shared &s) {
-    const call_view &c = g.call;
-    const int k = c.top_k;
-    const token_range range = tokens_of_warp(g, s, me.global_warp);
-    for (int token = range.first + me.lane; token < range.last; token += 32) {
-        const token_place at = place_of(g, s, token);
-        int smallest = INT32_MAX, largest = -1;
-        for_each_slot(g.tables.slots + at.row * k, k, [&](int, int slot) {
-            if (slot >= 0) smallest = min(smallest, slot), largest = max(largest, slot);
-        });
-        if (largest >= 0) {  // zero_counters has cleared the marks of all other slots
-            g.marks[smallest] = smallest == largest ? MARK_FIRST | MARK_LAST : MARK_FIRST;
-            if (smallest != largest) g.marks[largest] = MARK_LAST;
-            atomicAdd(g.tables.chunk_expected + at.rank * c.job_chunks + at.t / c.job_chunk, 1);
-        }
-    }
-}
-
-// task_order of one GEMM: `passes` over the columns, in each of them supertiles of 8 row blocks, column by column, every second
-// column upwards. A warp per row block.
-__device__ __forceinline__ void write_tasks(const open_globals &g, const build_place &me, const open_shared &s, int col_blocks, int passes,
-                                            int4 *tasks) {
+// The row block's part of task_order of one GEMM: `passes` over the columns, in each of them supertiles of 8 row blocks, column
+// by column, every second column upwards. A pass is a whole number of runs of `per_step` column blocks.
+__device__ __forceinline__ void write_tasks(const open_globals &g, const build_place &me, const block_place &b, int col_blocks, int passes,
+                                            int per_step, int4 *tasks) {
     constexpr int SUPERTILE = 8;
-    const int num_blocks = s.offset[g.segments * g.num_local] / g.row_block;
-    for (int block = me.global_warp; block < num_blocks; block += BUILD_WARPS) {
-        const int group = __ldcg(g.tables.block_group + block), segment = group / g.num_local;
-        const int start = s.offset[group] / g.row_block, end = s.offset[group + 1] / g.row_block;
-        const int seg_start = s.offset[segment * g.num_local] / g.row_block, seg_end = s.offset[(segment + 1) * g.num_local] / g.row_block;
-        const int tile = start + (block - start) / SUPERTILE * SUPERTILE, height = min(SUPERTILE, end - tile), down = block - tile;
-        const column_groups columns{passes, col_blocks};
-        for (int col = me.lane; col < col_blocks; col += 32) {
-            const int pass = columns.of(col), first = columns.first(pass), in_pass = col - first;
-            const int before = seg_start * col_blocks + (seg_end - seg_start) * first + (tile - seg_start) * int(columns.size(pass));
-            tasks[before + in_pass * height + (in_pass % 2 ? height - 1 - down : down)] = make_int4(segment, group % g.num_local, block, col);
-        }
+    const int tile = b.start + ((b.block - b.start) & -SUPERTILE), height = min(SUPERTILE, b.end - tile), down = b.block - tile;
+    const column_tiles tiles{{passes, (col_blocks + per_step - 1) / per_step}, col_blocks, per_step};
+#pragma unroll 1
+    for (int col = me.lane; col < col_blocks; col += 32) {
+        const int pass = passes == 1 ? 0 : tiles.group_of(col), first = passes == 1 ? 0 : tiles.first(pass), in_pass = col - first;
+        const int before = b.segment_start * col_blocks + (b.segment_end - b.segment_start) * first +
+                           (tile - b.segment_start) * (passes == 1 ? col_blocks : int(tiles.size(pass)));
+        tasks[before + in_pass * height + (in_pass % 2 ? height - 1 - down : down)] =
+            make_int4(b.segment, b.group - b.segment * g.num_local, b.block, col);
     }
 }
 
-// Compacts the marked slots into delivery_order (first slots) and job_order (last slots). Four slots per lane and step.
-__device__ __forceinline__ void write_orders(const open_globals &g, const build_place &me, open_shared &s, int groups) {
-    int *block_counts = g.scratch;  // [OPEN_CLUSTER, 2]
-    const int num_slots = s.offset[groups], steps = (num_slots + 127) / 128, each = (steps + BUILD_WARPS - 1) / BUILD_WARPS;
-    const int first = min(steps, me.global_warp * each), last = min(steps, first + each);
-    const auto load = [&](int step) {
-        const int slot = step * 128 + me.lane * 4;
-        return slot < num_slots ? __ldcg(reinterpret_cast<const uint32_t *>(g.marks + slot)) : 0u;
-    };
-    int sums[2] = {0, 0};
-#pragma unroll 4
-    for (int step = first; step < last; ++step) {
-        const uint32_t m = load(step);
-        sums[0] += __popc(m & 0x01010101u), sums[1] += __popc(m & 0x02020202u);
+// What there is of each row block, a warp for each, those of a block far apart: there may be few.
+__device__ __forceinline__ void write_blocks(const open_globals &g, const build_place &me, const build_arrays &a) {
+    const table_view &t = g.tables;
+    const int num_blocks = blocks_of(g, a.offset[g.segments * g.num_local]);
+#pragma unroll 1
+    for (int block = me.warp * me.builders + me.block; block < num_blocks; block += OPEN_WARPS * me.builders) {
+        const block_place b = place_of_block(g, a, block);
+        const int first = block * g.row_block, rows = min(g.row_block, b.start * g.row_block + a.total[b.group] - first);
+        if (me.lane == 0) t.block_group[block] = b.group, t.block_target[block] = rows;
+#pragma unroll 1
+        for (int slot = rows + me.lane; slot < g.row_block; slot += 32) t.slot_pair[first + slot] = -1;
+#pragma unroll 1
+        for (int gemm = 0; gemm < 2; ++gemm)
+            write_tasks(g, me, b, gemm ? g.col_blocks2 : g.col_blocks1, gemm ? g.passes : 1, gemm ? g.per_step2 : 1, gemm ? t.tasks2 : t.tasks1);
     }
-    int before[2];
-#pragma unroll
-    for (int w = 0; w < 2; ++w) {
-        int total;
-        before[w] = block_scan(sums[w], me, s.warp_sum[w], total);
-        before[w] = __shfl_sync(0xffffffff, before[w], 0);  // of the warp
-        if (me.thread == 0) block_counts[me.block * 2 + w] = total;
-    }
-    cluster_barrier();
-    int all = 0;
-    for (int b = 0; b < OPEN_CLUSTER; ++b) {
-        if (b < me.block) before[0] += __ldcg(block_counts + b * 2), before[1] += __ldcg(block_counts + b * 2 + 1);
-        all += __ldcg(block_counts + b * 2);
-    }
-    const auto pairs_of = [&](int step) {
-        const int slot = step * 128 + me.lane * 4;
-        return slot < num_slots ? __ldcg(reinterpret_cast<const int4 *>(g.tables.slot_pair + slot)) : int4{};
-    };
-    uint32_t next_m = first < last ? load(first) : 0;
-    int4 next_pairs = first < last ? pairs_of(first) : int4{};
-    for (int step = first; step < last; ++step) {
-        const uint32_t m = next_m;
-        const int pairs[4] = {next_pairs.x, next_pairs.y, next_pairs.z, next_pairs.w};
-        if (step + 1 < last) next_m = load(step + 1), next_pairs = pairs_of(step + 1);
-        const int mine = __popc(m & 0x01010101u) | __popc(m & 0x02020202u) << 16;
-        int sum = mine;
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-            const int below = __shfl_up_sync(0xffffffff, sum, d);
-            if (me.lane >= d) sum += below;
-        }
-        int at0 = before[0] + ((sum - mine) & 0xffff), at1 = before[1] + ((sum - mine) >> 16);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const uint32_t mark = m >> (8 * i) & 0xff;
-            if (!mark) continue;
-            const int row = g.choices.divide(pairs[i]);
-            if (mark & MARK_FIRST) g.tables.delivery_order[at0++] = row;
-            if (mark & MARK_LAST) g.tables.job_order[at1++] = row;
-        }
-        const int step_sum = __shfl_sync(0xffffffff, sum, 31);
-        before[0] += step_sum & 0xffff, before[1] += step_sum >> 16;
-    }
-    if (me.global_thread == 0) g.tables.counts[COUNT_JOBS] = all;
 }
 
 }  // namespace moe_tk::nvlink

@@ -1,5 +1,6 @@
-// How the sums of a call are cut into items: column groups of GEMM 2, slices of their columns, batches of entries, and the one list
-// in which jobs and own tokens stand. Index arithmetic alone, the same on host and device, so that a test can go through all of it.
+// How the sums of a call are cut into items: column groups of GEMM 2 and their tiles, slices of their columns, batches of entries,
+// and the one list in which jobs and own tokens stand. Index arithmetic alone, the same on host and device, so that a test can go
+// through all of it.
 #pragma once
 
 #include <algorithm>
@@ -10,21 +11,36 @@
 namespace moe_tk::nvlink {
 
 constexpr int MAX_COL_GROUPS = 4;  // groups of column blocks of GEMM 2 whose sums leave on their own
-constexpr int GROUP_COLS = 256;    // a group is a whole number of these
+constexpr int GROUP_COLS = 256;    // a group is a whole number of steps of so many columns, the last of which may be cut
 constexpr int SLICE_STEP = 512, ENOUGH_ITEMS = 1024;
 
-// Groups of column blocks of GEMM 2: a token's sum over one group leaves when that group is done.
+// Groups of steps of GEMM 2's columns: a token's sum over one group leaves when that group is done.
 struct column_groups {
-    int groups, col_blocks;
-    MOE_TK_FN int of(int col_block) const { return ((col_block + 1) * groups - 1) / col_blocks; }
-    MOE_TK_FN int first(int group) const { return group * col_blocks / groups; }
-    MOE_TK_FN uint32_t size(int group) const { return uint32_t(first(group + 1) - first(group)); }
+    int groups, steps;
+    MOE_TK_FN int of(int step) const { return ((step + 1) * groups - 1) / steps; }
+    MOE_TK_FN int first(int group) const { return group * steps / groups; }
 };
 
 // Column groups of a call, the same on all ranks and in all patterns: watermarks are by group.
 inline column_groups groups_of(int hidden) {
-    const int col_blocks = (hidden + GROUP_COLS - 1) / GROUP_COLS;
-    return {std::min(col_blocks, MAX_COL_GROUPS), col_blocks};
+    const int steps = (hidden + GROUP_COLS - 1) / GROUP_COLS;
+    return {std::min(steps, MAX_COL_GROUPS), steps};
+}
+
+// Column blocks of a GEMM, `per_step` to a step: which group each lies in, and which ones a group has. Rank by rank and pattern by
+// pattern they may be wider or narrower; the groups are the same.
+struct column_tiles {
+    column_groups columns;
+    int col_blocks, per_step;
+    MOE_TK_FN int group_of(int col_block) const { return columns.of(col_block / per_step); }
+    MOE_TK_FN int first(int group) const {
+        const int at = columns.first(group) * per_step;
+        return at < col_blocks ? at : col_blocks;  // the last step may have fewer
+    }
+    MOE_TK_FN uint32_t size(int group) const { return uint32_t(first(group + 1) - first(group)); }
+};
+inline column_tiles tiles_of(int hidden, int block_cols) {
+    return {groups_of(hidden), (hidden + block_cols - 1) / block_cols, GROUP_COLS / block_cols};
 }
 
 // How one kind of work is cut: for each column group, `batches` runs of `batch` entries in `slices` slices of columns each.
@@ -42,8 +58,8 @@ MOE_TK_FN work_cut cut_work(int entries, int groups, int group_width, int most_i
 
 struct column_slice { int first, last; };
 // May be empty, where a group has fewer steps than slices.
-MOE_TK_FN column_slice slice_of(column_groups columns, int block_cols, int hidden, int group, int index, int slices) {
-    const int first = columns.first(group) * block_cols, last = std::min(hidden, columns.first(group + 1) * block_cols);
+MOE_TK_FN column_slice slice_of(column_groups columns, int hidden, int group, int index, int slices) {
+    const int first = columns.first(group) * GROUP_COLS, last = std::min(hidden, columns.first(group + 1) * GROUP_COLS);
     const int steps = (last - first + SLICE_STEP - 1) / SLICE_STEP;
     return {first + index * steps / slices * SLICE_STEP, std::min(last, first + (index + 1) * steps / slices * SLICE_STEP)};
 }

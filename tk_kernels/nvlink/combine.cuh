@@ -20,8 +20,8 @@ struct combine_params {
     const bf16 *expert_out;    // [slots, H]
     const float *slot_weight;  // [slots], or nullptr: applied before GEMM 2
     bf16 *out;                 // [num_tokens, H]
-    int num_tokens, row_block, block_cols;
-    column_groups columns;     // of GEMM 2
+    int num_tokens, row_block;
+    column_tiles tiles;        // of GEMM 2
 };
 
 __device__ __forceinline__ void add_scaled(float (&sum)[8], const uint4 &v, float weight) {
@@ -112,14 +112,14 @@ __device__ __forceinline__ bool combine_jobs(const call_view &c, const combine_p
         if (p.slot_weight) mine.weight = __ldg(p.slot_weight + slot);
         mine.row = p.expert_out + int64_t(slot) * c.hidden;
         if constexpr (TILES_COUNTED)
-            ok = spin_until(p.l2_done + block * MAX_COL_GROUPS + group, p.columns.size(group), c,
+            ok = spin_until(p.l2_done + block * MAX_COL_GROUPS + group, p.tiles.size(group), c,
                             {phase_id::combine, role_id::combine, block, c.rank});
     }
     if (!__all_sync(0xffffffff, ok)) return false;
     __syncwarp();  // what each lane has acquired holds for all lanes: a vote alone orders no memory
     stamp_lap_warp(stamp_kind::combine_wait, stamp_batch(group, first));
     if (job < jobs && choice == k - 1) mine.to = c.plane<bf16>(source, c.rank, token);
-    sum_rows<BATCH>(mine, slice_of(p.columns, p.block_cols, c.hidden, group, item % cut.slices, cut.slices));
+    sum_rows<BATCH>(mine, slice_of(p.tiles.columns, c.hidden, group, item % cut.slices, cut.slices));
     // ORDER chunk_combined: the lanes' stores, fence.sys, the election's acq_rel, then the last one's st.release.sys;
     // reduce_tokens acquires.
     fence_sys();
@@ -148,7 +148,7 @@ __device__ __forceinline__ void reduce_tokens(const call_view &c, const combine_
                                               bool computed, uint32_t epoch) {
     const int lane = kittens::laneid(), batch = item / cut.slices, first = batch * cut.batch;
     const int tokens = min(cut.batch, p.num_tokens - first), token = first + lane / c.world, from = lane % c.world;
-    const column_slice columns = slice_of(p.columns, p.block_cols, c.hidden, group, item % cut.slices, cut.slices);
+    const column_slice columns = slice_of(p.tiles.columns, c.hidden, group, item % cut.slices, cut.slices);
     const bool real = lane / c.world < tokens;
     bool ok = computed;
     summand mine{nullptr, 1.0f, nullptr};
@@ -174,7 +174,7 @@ __device__ __forceinline__ void reduce_tokens(const call_view &c, const combine_
 // TILES_COUNTED: GEMM 2 runs beside and counts its tiles; else it is over.
 template <int BATCH, bool TILES_COUNTED = true> __device__ __forceinline__ void combine_and_reduce(const call_view &c, const combine_params &p) {
     const uint32_t epoch = *c.epoch_ptr;
-    const int groups = p.columns.groups, num_jobs = __ldg(p.counts + COUNT_JOBS), width = (c.hidden + groups - 1) / groups;
+    const int groups = p.tiles.columns.groups, num_jobs = __ldg(p.counts + COUNT_JOBS), width = (c.hidden + groups - 1) / groups;
     const work_cut jobs = cut_work(num_jobs, groups, width, min(4, 32 / c.top_k));
     const work_cut tokens = cut_work(p.num_tokens, groups, width, min(8, 32 / c.world));
     const work_list list{groups, jobs.items(), tokens.items()};

@@ -24,6 +24,9 @@ __device__ __forceinline__ uint64_t load_relaxed_sys(const uint64_t *word) {
 __device__ __forceinline__ void store_release_sys(uint32_t *word, uint32_t value) {
     asm volatile("st.release.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
+__device__ __forceinline__ void store_relaxed_sys(uint32_t *word, uint32_t value) {
+    asm volatile("st.relaxed.sys.global.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
+}
 __device__ __forceinline__ void add_release_gpu(uint32_t *word, uint32_t value) {
     asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(word), "r"(value) : "memory");
 }
@@ -44,6 +47,11 @@ __device__ __forceinline__ uint32_t fetch_inc_wrap_acq_rel_gpu(uint32_t *word, u
     return old;
 }
 __device__ __forceinline__ void fence_sys() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// The two halves of a barrier of the cluster; whole warps.
+__device__ __forceinline__ void cluster_arrive_release() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_arrive_relaxed() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait_acquire() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Wall clock (ns), monotonic on one GPU.
 __device__ __forceinline__ uint64_t now_ns() {

@@ -14,47 +14,42 @@ __device__ __forceinline__ float read_weight(const open_globals &g, int64_t i) {
     return __uint_as_float(uint32_t(static_cast<const uint16_t *>(g.topk_weights)[i]) << 16);
 }
 
-// ORDER routing: every thread's stores, fence.sys, cluster barrier, then st.release.sys of the epoch; await_headers acquires.
+// ORDER routing: the stores of all senders; in each sending block __syncthreads(), then thread 0's fence.sys; the barrier of the
+// cluster, which its warp 0 releases; then block 0's st.release.sys of the epoch. await_headers acquires.
 __device__ __forceinline__ void send_routing(const open_globals &g, const build_place &me, uint32_t epoch) {
     const call_view &c = g.call;
     const uint32_t parity = epoch & 1;
-    const int pairs = g.refused ? 0 : g.num_tokens * c.top_k;
-#pragma unroll 4
-    for (int i = me.global_thread; i < pairs; i += BUILD_THREADS) {
-        const int2 pair = make_int2(read_id(g, i), __float_as_int(read_weight(g, i)));
-        for (int to = 0; to < c.world; ++to) c.routing(to, parity, c.rank)[i] = pair;
+    const int pairs = g.refused ? 0 : g.num_tokens * c.top_k, senders = pairs <= g.one_sender_pairs ? 1 : OPEN_CLUSTER;
+    if (me.block < senders) {
+        constexpr int BATCH = 4;  // whose loads are in flight together
+        const int stride = senders * OPEN_THREADS;
+#pragma unroll 1
+        for (int first = me.block * OPEN_THREADS + me.thread; first < pairs; first += BATCH * stride) {
+            int2 pair[BATCH];
+#pragma unroll
+            for (int u = 0; u < BATCH; ++u) {
+                const int i = min(first + u * stride, pairs - 1);
+                pair[u] = {read_id(g, i), __float_as_int(read_weight(g, i))};
+            }
+#pragma unroll 1
+            for (int to = 0; to < c.world; ++to) {
+                int2 *routing = c.routing(to, parity, c.rank) + first;
+#pragma unroll
+                for (int u = 0; u < BATCH; ++u)
+                    if (first + u * stride < pairs) routing[u * stride] = pair[u];
+            }
+        }
+        if (me.block == 0 && me.thread < c.world)
+            *c.header(me.thread, parity, c.rank) = {g.signature, g.num_tokens, g.refused};
+        __syncthreads();
+        if (senders > 1 && me.thread == 0) fence_sys();
+        __syncwarp();
     }
-    if (me.global_thread < c.world)
-        *c.header(me.global_thread, parity, c.rank) = {g.signature, g.num_tokens, g.refused};
-    fence_sys();
-    cluster_barrier();
-    if (me.global_thread < c.world) store_release_sys(c.posted(me.global_thread, c.rank), epoch);
+    cluster_barrier(senders > 1 && me.warp == 0);  // 1 of 3: all blocks have begun, and sent
+    if (me.block != 0 || me.warp != 0) return;
+    if (me.lane < c.world) store_release_sys(c.posted(me.lane, c.rank), epoch);
     __syncwarp();
-    if (me.global_thread == 0) store_release_sys(g.routing_sent, epoch);  // paces export_rows, orders nothing
-}
-
-static_assert(MAX_COL_GROUPS == 4, "zero_counters clears the counters of a row block and of a chunk as one vector");
-__device__ __forceinline__ void zero_counters(const open_globals &g, const build_place &me) {
-    const uint4 none{};
-    for (int i = me.global_thread; i < g.max_blocks; i += BUILD_THREADS) {
-        g.counters.l1_done[i] = 0;
-        reinterpret_cast<uint4 *>(g.counters.l2_done)[i] = none;
-    }
-    for (int i = me.global_thread; i < g.call.world * g.call.job_chunks; i += BUILD_THREADS) {
-        g.tables.chunk_expected[i] = 0;
-        reinterpret_cast<uint4 *>(g.counters.job_done)[i] = none;
-    }
-    for (int i = me.global_thread; i < g.max_slots / 16; i += BUILD_THREADS) reinterpret_cast<uint4 *>(g.marks)[i] = none;
-    if (me.global_thread == 0) *g.counters.next_item = 0;
-}
-
-// Watermarks of chunks for which this rank has had no work for a long time would seem to be ahead one day: every so often
-// all of them are set to the call before, whose own watermarks this rank has published to the last.
-__device__ __forceinline__ void refresh_watermarks(const open_globals &g, const build_place &me, uint32_t epoch) {
-    if (!protocol::refreshes(epoch)) return;
-    const int words = g.call.job_chunks * MAX_COL_GROUPS;
-    for (int i = me.global_thread; i < g.call.world * words; i += BUILD_THREADS)
-        g.call.combined(i / words, g.call.rank, 0, 0)[i % words] = epoch - 1;
+    if (me.lane == 0) store_relaxed_sys(g.routing_sent, epoch);  // paces export_rows, orders nothing
 }
 
 // What the headers of all ranks amount to, one rank per lane: the first reason in rank order, the same on all ranks.
@@ -75,40 +70,38 @@ __device__ __forceinline__ verdict judge(const call_view &c, int lane, uint64_t 
     return v;
 }
 
-// Waits for all ranks and leaves their token counts in shared memory; all zero if the call cannot be computed. All blocks
-// of the cluster come to the same answer, else their tables would not fit together.
-__device__ __forceinline__ void await_headers(const open_globals &g, const build_place &me, uint32_t epoch, open_shared &s) {
+// Block 0 waits for all ranks and tells the other blocks their token counts: all zero if the call cannot be computed. Returns
+// how many blocks build. One warp decides for all: if each block waited for itself, one might come to another answer.
+__device__ __forceinline__ int await_headers(const open_globals &g, const build_place &me, uint32_t epoch, open_shared &s) {
     const call_view &c = g.call;
-    uint4 header{};
-    if (me.warp == 0) {
+    if (me.block == 0 && me.warp == 0) {
         bool ok = true;
+        uint4 header{};
         if (me.lane < c.world) {
             ok = spin_until(c.posted(c.rank, me.lane), epoch, c, {phase_id::exchange, role_id::send, me.lane, me.lane});
             header = __ldcg(reinterpret_cast<const uint4 *>(c.header(c.rank, epoch & 1, me.lane)));
         }
         ok = __all_sync(0xffffffff, ok);
         const verdict v = judge(c, me.lane, uint64_t(header.y) << 32 | header.x, int(header.z), int(header.w));
-        if (ok && v.reason != void_reason::none && me.global_thread == 0) {
+        if (ok && v.reason != void_reason::none && me.lane == 0) {
             c.host->void_rank = v.rank, c.host->void_value = v.value;
             store_release_sys(&c.host->void_reason, uint32_t(v.reason));
         }
-        if (me.lane == 0) g.scratch[me.block] = ok && v.reason == void_reason::none;
-    }
-    cluster_barrier();
-    if (me.warp == 0) {
-        const bool ok = __all_sync(0xffffffff, me.lane >= OPEN_CLUSTER || __ldcg(g.scratch + me.lane % OPEN_CLUSTER) != 0);
-        const int count = ok && me.lane < c.world ? int(header.z) : 0;
+        const int count = ok && v.reason == void_reason::none && me.lane < c.world ? int(header.z) : 0;
         int sum = count;
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
             const int below = __shfl_up_sync(0xffffffff, sum, d);
             if (me.lane >= d) sum += below;
         }
-        s.first_token[me.lane + 1] = sum;
-        if (me.lane == 0) s.first_token[0] = 0;
-        if (me.block == 0 && me.lane < c.world) g.tables.token_counts[me.lane] = count;
+        for (int block = 0; block < OPEN_CLUSTER; ++block) {  // which have begun, and wait below
+            int *first_token = in_block(s.first_token, block);
+            first_token[me.lane + 1] = sum;
+            if (me.lane == 0) first_token[0] = 0;
+        }
     }
-    __syncthreads();
+    cluster_barrier(me.block == 0 && me.warp == 0);  // 2 of 3: pairs with itself; also passes on the routing that warp 0 acquired
+    return int64_t(s.first_token[c.world]) * c.top_k <= g.one_builder_pairs ? 1 : OPEN_CLUSTER;
 }
 
 }  // namespace moe_tk::nvlink

@@ -105,6 +105,28 @@ __device__ __forceinline__ void send_scaled_row(const open_globals &g, int token
     }
 }
 
+static_assert(MAX_COL_GROUPS == 4, "zero_counters clears the counters of a row block and of a chunk as one vector");
+// By the blocks that do not build, which have the time: gather_gemm waits for the end of the launch, whoever zeroes. All blocks
+// that the workspace has, since nobody here knows how many of them this call uses.
+__device__ __forceinline__ void zero_counters(const open_globals &g, int thread, int threads) {
+    const uint4 none{};
+    for (int i = thread; i < g.max_blocks; i += threads) {
+        g.counters.l1_done[i] = 0;
+        reinterpret_cast<uint4 *>(g.counters.l2_done)[i] = none;
+    }
+    for (int i = thread; i < g.call.world * g.call.job_chunks; i += threads) reinterpret_cast<uint4 *>(g.counters.job_done)[i] = none;
+    if (thread == 0) *g.counters.next_item = 0;
+}
+
+// Watermarks of chunks for which this rank has had no work for a long time would seem to be ahead one day: every so often
+// all of them are set to the call before, whose own watermarks this rank has published to the last. Those of this call follow
+// from a later launch.
+__device__ __forceinline__ void refresh_watermarks(const open_globals &g, int thread, int threads, uint32_t epoch) {
+    if (!protocol::refreshes(epoch)) return;
+    const int words = g.call.job_chunks * MAX_COL_GROUPS;
+    for (int i = thread; i < g.call.world * words; i += threads) g.call.combined(i / words, g.call.rank, 0, 0)[i % words] = epoch - 1;
+}
+
 // Behind the rows on the wire, the routing that everybody waits for would come tens of microseconds later. A matter of pace
 // only: the building cluster may not even be resident, so this does not wait for long.
 __device__ __forceinline__ void let_routing_go_first(const open_globals &g, uint32_t epoch) {
@@ -120,6 +142,10 @@ __device__ __forceinline__ void export_rows(const open_globals &g, uint32_t epoc
     const call_view &c = g.call;
     const int num_blocks = gridDim.x - OPEN_CLUSTER, block = blockIdx.x - OPEN_CLUSTER;
     const uint32_t others = g.hidden_states == nullptr ? 0u : ~(1u << c.rank);  // a call without rows sends none
+    const int thread = block * OPEN_THREADS + int(threadIdx.x), threads = num_blocks * OPEN_THREADS;
+    zero_counters(g, thread, threads);
+    refresh_watermarks(g, thread, threads, epoch);
+    stamp_lap_block(stamp_kind::open_zero);
     if (threadIdx.x == 0) let_routing_go_first(g, epoch);
     const int from = int(threadIdx.x);
     bool heard = true;

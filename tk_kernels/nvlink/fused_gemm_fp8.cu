@@ -11,14 +11,18 @@ using kittens::fp8e4m3;
 //                                                   type  M    N  stages  warpgroups M x N  cluster  output buffers
 using gather_128 = gathering_config<fused_config<gemm_config<fp8e4m3, 128, 256, 4, 2, 1, 2, 1>, 72>>;
 using scatter_128 = fused_config<gemm_config<fp8e4m3, 128, 256, 4, 2, 1, 2, 2>>;
+using narrow_scatter_128 = fused_config<gemm_config<fp8e4m3, 128, 128, 6, 2, 1, 1, 1>>;
 using gather_64 = gathering_config<fused_config<gemm_config<fp8e4m3, 64, 256, 5, 1, 1, 1, 1>>>;
 using scatter_64 = fused_config<gemm_config<fp8e4m3, 64, 256, 5, 1, 1, 1, 2>>;
+using narrow_scatter_64 = fused_config<gemm_config<fp8e4m3, 64, 128, 8, 1, 1, 1, 2>>;
 
 }  // namespace
 
 const fused_variant fused_variants_fp8[] = {
     make_fused<gather_64, scatter_64>("64x256"),
     make_fused<gather_128, scatter_128>("128x256"),
+    make_fused<gather_64, narrow_scatter_64>("64x256_128"),
+    make_fused<gather_128, narrow_scatter_128>("128x256_128"),
 };
 const int num_fused_variants_fp8 = sizeof(fused_variants_fp8) / sizeof(fused_variants_fp8[0]);
 

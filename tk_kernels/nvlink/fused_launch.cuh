@@ -67,23 +67,24 @@ template <class Cfg> typename activation_epilogue<Cfg>::params make_activation(c
 template <class Cfg> void launch_gather(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
     using T = typename Cfg::T;
     // Of the rows' descriptor only the number of columns counts: row_gather loads them itself, with their scales.
-    const auto globals = make_globals<Cfg, sources_gate, activation_epilogue<Cfg>, count_push>(
+    auto globals = make_globals<Cfg, sources_gate, activation_epilogue<Cfg>, count_push>(
         w, w.expert_out, w.call.hidden, call.w13, 2 * w.intermediate, w.activated, {w.call}, make_activation<Cfg>(w, call),
         {w.counters.l1_done}, w.tables.tasks1, COUNT_TASKS1, make_scales<Cfg>(w, nullptr, call.w13_scales, 2 * w.intermediate));
+    globals.weights_policy = policy_of(call.gemm1.weights_policy);
     const gather_params<T> rows{.tokens = static_cast<const T *>(Cfg::SCALED ? nullptr : call.hidden_states), .slot_pair = w.tables.slot_pair};
     launch(gather_gemm<Cfg, activation_epilogue<Cfg>, row_gather<Cfg>>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER,
            gather_shared_bytes<Cfg, row_gather<Cfg>>(), behind, stream, globals, rows);
 }
 
 template <class Cfg, int GATHER_COLS> void launch_scatter(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
-    static_assert(Cfg::BLOCK_N == GROUP_COLS, "tiles of GEMM 2 belong to one column group each");
-    const column_groups columns = groups_of(w.call.hidden);
-    const auto globals = make_globals<Cfg, activated_gate, plain_epilogue, group_push>(
+    static_assert(GROUP_COLS % Cfg::BLOCK_N == 0, "tiles of GEMM 2 belong to one column group each");
+    auto globals = make_globals<Cfg, activated_gate, plain_epilogue, group_push>(
         w, w.activated, w.intermediate, call.w2, w.call.hidden, w.expert_out,
         {{w.call, w.counters.l1_done}, call.activated_given ? 0u : uint32_t(kittens::ceil_div(2 * w.intermediate, GATHER_COLS))}, {},
-        {w.counters.l2_done, columns}, w.tables.tasks2, COUNT_TASKS2,
+        {w.counters.l2_done, tiles_of(w.call.hidden, Cfg::BLOCK_N)}, w.tables.tasks2, COUNT_TASKS2,
         make_scales<Cfg>(w, w.activated_scales, call.w2_scales, w.call.hidden));
-    const combine_params combine = combine_params_of(w, call, Cfg::BLOCK_M);
+    globals.weights_policy = policy_of(call.gemm2.weights_policy);
+    const combine_params combine = combine_params_of(w, call, Cfg::BLOCK_M, Cfg::BLOCK_N);
     launch(gemm_scatter<Cfg>, w.num_sms, Cfg::NUM_THREADS, Cfg::CLUSTER, shared_bytes<Cfg, bf16>(), behind, stream, globals, w.call,
            combine);
 }

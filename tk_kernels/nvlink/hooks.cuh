@@ -50,11 +50,11 @@ struct group_push {
     static constexpr bool NOOP = false;
     struct params {
         uint32_t *done;  // [row blocks, MAX_COL_GROUPS] finished column blocks
-        column_groups columns;
+        column_tiles tiles;
     };
     __device__ static void publish(const params &p, const tile_task &t) {
         kittens::fence_proxy_async();
-        add_release_gpu(p.done + t.row_block * MAX_COL_GROUPS + p.columns.of(t.col_block), 1u);
+        add_release_gpu(p.done + t.row_block * MAX_COL_GROUPS + p.tiles.group_of(t.col_block), 1u);
     }
 };
 

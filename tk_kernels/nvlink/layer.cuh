@@ -19,8 +19,6 @@ struct workspace_view {
     table_view tables;
     counter_view counters;
     uint32_t *epoch, *blocks_done, *copies_done, *routing_sent;
-    int *scratch;
-    uint8_t *marks;        // [max_slots]
     void *rows;            // [max_slots, H] bf16 gathered rows: of the serial pattern only
     void *activated;       // [max_slots, I]
     void *expert_out;      // [max_slots, H] bf16; where the layer is bf16, the memory of `rows`
@@ -32,7 +30,7 @@ struct workspace_view {
     int num_sms;
 };
 
-// How a GEMM of the serial pattern is computed.
+// How a GEMM of the serial pattern is computed; of a fused one, how its weights are kept in L2.
 struct plain_gemm {
     int tile = -1;           // of plain_tiles(); -1: the call is fused
     int weights_policy = 0;  // as in gemm_args
@@ -67,7 +65,8 @@ struct fused_variant {
     void (*gather)(const workspace_view &, const layer_call &, bool behind, cudaStream_t);
     void (*scatter)(const workspace_view &, const layer_call &, bool behind, cudaStream_t);
 };
-extern const fused_variant fused_variants[], fused_variants_fp8[];  // one for each row block
+// As in moe_tk.planner.fused_tiles, by index: one of 256 columns for each row block, then those with narrower tiles.
+extern const fused_variant fused_variants[], fused_variants_fp8[];
 extern const int num_fused_variants, num_fused_variants_fp8;
 inline const fused_variant &variant_of(const workspace_view &w, const layer_call &call) {
     return (w.quantised ? fused_variants_fp8 : fused_variants)[call.variant];

@@ -15,7 +15,7 @@ void check(cudaError_t err, const char *what) {
 }  // namespace
 
 void prepare_open_call() {
-    check(cudaFuncSetAttribute(open_call, cudaFuncAttributeMaxDynamicSharedMemorySize, open_shared_bytes(MAX_GROUPS)), "open_call");
+    check(cudaFuncSetAttribute(open_call, cudaFuncAttributeMaxDynamicSharedMemorySize, OPEN_SHARED_BYTES), "open_call");
 }
 
 void launch_open_call(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
@@ -30,16 +30,16 @@ void launch_open_call(const workspace_view &w, const layer_call &call, cudaStrea
         .row_block = v.row_block, .segments = call.segments, .max_blocks = w.max_blocks, .max_slots = w.max_slots,
         .col_blocks1 = (2 * w.intermediate + v.gather_cols - 1) / v.gather_cols,
         .col_blocks2 = (w.call.hidden + v.scatter_cols - 1) / v.scatter_cols,
-        .passes = call.passes,
-        .epoch = w.epoch, .blocks_done = w.blocks_done, .copies_done = w.copies_done, .routing_sent = w.routing_sent, .scratch = w.scratch, .marks = w.marks};
+        .per_step2 = GROUP_COLS / v.scatter_cols, .passes = call.passes,
+        .epoch = w.epoch, .blocks_done = w.blocks_done, .copies_done = w.copies_done, .routing_sent = w.routing_sent,
+        .room = room_for(call.segments * w.num_local), .one_sender_pairs = ONE_SENDER_PAIRS, .one_builder_pairs = ONE_BUILDER_PAIRS};
     // One cluster builds; as many as help copy the rows, which is one for each 256 KiB.
     const int64_t row_bytes = int64_t(call.num_tokens) * w.call.hidden * 2, per_cluster = 256 * 1024;
     const int64_t useful = (row_bytes + per_cluster - 1) / per_cluster, most = w.num_sms / OPEN_CLUSTER - 1;
     const int64_t wanted = call.export_blocks > 0 ? call.export_blocks / OPEN_CLUSTER : useful;
     const int copiers = int(std::max<int64_t>(1, std::min(most, wanted)));
     const int clusters = 1 + copiers;
-    const int bytes = open_shared_bytes(call.segments * w.num_local);
-    open_call<<<clusters * OPEN_CLUSTER, OPEN_THREADS, bytes, stream>>>(g);
+    open_call<<<clusters * OPEN_CLUSTER, OPEN_THREADS, OPEN_SHARED_BYTES, stream>>>(g);
     check(cudaGetLastError(), "open_call launch");
 }
 

@@ -13,32 +13,27 @@
 namespace moe_tk::nvlink {
 
 __device__ __forceinline__ void exchange_and_build(const open_globals &g, uint32_t epoch, open_shared &s) {
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, block = blockIdx.x;
-    const build_place me{block, warp, lane, int(threadIdx.x), block * OPEN_WARPS + warp, block * OPEN_THREADS + int(threadIdx.x)};
-    const int groups = g.segments * g.num_local;
+    build_place me{int(blockIdx.x), int(threadIdx.x) / 32, int(threadIdx.x) % 32, int(threadIdx.x), 0};
+    const build_arrays a = arrays_of(g, s);
     const uint32_t parity = epoch & 1;
-    zero_counters(g, me);
-    refresh_watermarks(g, me, epoch);
-    stamp_lap_block(stamp_kind::open_zero);
+    zero_chunks(g, me);
     send_routing(g, me, epoch);
     stamp_lap_block(stamp_kind::open_send);
-    await_headers(g, me, epoch, s);
+    me.builders = await_headers(g, me, epoch, s);
     stamp_lap_block(stamp_kind::open_headers);
-    count_pairs(g, me, s, groups, parity);
+    if (me.block >= me.builders) return;  // nobody touches its shared memory any more
+    const token_walk walk = walk_of(g, me, s);
+    count_pairs(g, me, s, a, walk, parity);
     stamp_lap_block(stamp_kind::open_count);
-    place_groups(g, me, s, groups);
-    write_groups(g, me, s, groups);
+    share_counts(g, me, a);
+    place_groups(g, me, s, a);
     stamp_lap_block(stamp_kind::open_groups);
-    place_pairs(g, me, s, groups, parity);
+    // From here on nothing is shared: all that follows is stores to tables.
+    place_pairs(g, me, s, a, walk, parity);
     stamp_lap_block(stamp_kind::open_pairs);
-    mark_tokens(g, me, s);
-    cluster_barrier();
-    stamp_lap_block(stamp_kind::open_marks);
-    write_tasks(g, me, s, g.col_blocks1, 1, g.tables.tasks1);
-    write_tasks(g, me, s, g.col_blocks2, g.passes, g.tables.tasks2);
+    write_groups(g, me, s, a);
+    write_blocks(g, me, a);
     stamp_lap_block(stamp_kind::open_tasks);
-    write_orders(g, me, s, groups);
-    stamp_lap_block(stamp_kind::open_orders);
 }
 
 __global__ __cluster_dims__(OPEN_CLUSTER, 1, 1) __launch_bounds__(OPEN_THREADS, 1) void open_call(

@@ -9,7 +9,9 @@
 namespace moe_tk::nvlink {
 
 constexpr int OPEN_THREADS = 1024, OPEN_WARPS = OPEN_THREADS / 32;
-constexpr int BUILD_THREADS = OPEN_CLUSTER * OPEN_THREADS, BUILD_WARPS = OPEN_CLUSTER * OPEN_WARPS;
+constexpr int OPEN_SHARED_BYTES = 227 * 1024;  // dynamic, as much as a block can have
+// Up to so many pairs one block does what else all of cluster 0 do: it needs no barrier of the cluster for it.
+constexpr int ONE_SENDER_PAIRS = 4096, ONE_BUILDER_PAIRS = 2048;
 
 // Division of small numbers by one that the host knows. Exact for numerators below 2^32 / divisor.
 struct divisor {
@@ -17,6 +19,27 @@ struct divisor {
     explicit divisor(int d) : value(uint32_t(d)), magic(uint32_t(0xffffffffull / uint32_t(d) + 1)) {}  // unused for 1
     __device__ __forceinline__ int divide(int n) const { return value == 1 ? n : int(__umulhi(uint32_t(n), magic)); }
 };
+
+struct open_shared {
+    int first_token[MAX_WORLD + 1];  // ranks' tokens in one row, without gaps
+    int warp_sum[3][OPEN_WARPS];
+    alignas(8) uint64_t room[];      // build_arrays
+};
+
+// How many warps of a block count and place pairs, each with a histogram of its own, and how many steps of pairs each of them
+// has room for; more are taken chunk by chunk.
+struct open_room { int warps, steps; };
+inline open_room room_for(int groups, int bytes = OPEN_SHARED_BYTES) {
+    constexpr int STEP_BYTES = 32 * int(sizeof(int2)), LEAST_STEPS = 8;
+    bytes -= int(sizeof(open_shared)) + 4 * (5 * groups + 1) + 8 * OPEN_CLUSTER * groups;
+#ifdef MOE_TK_TRACE
+    bytes -= int(sizeof(stamp_room)) + 16;
+#endif
+    const auto steps = [&](int warps) { return (bytes - 8 * warps * groups) / (warps * STEP_BYTES); };
+    int warps = OPEN_WARPS;
+    while (warps > 4 && steps(warps) < LEAST_STEPS) warps /= 2;
+    return {warps, steps(warps)};
+}
 
 struct open_globals {
     call_view call;
@@ -34,31 +57,39 @@ struct open_globals {
     divisor choices;            // by k
     int row_block, segments, max_blocks, max_slots;
     int col_blocks1, col_blocks2;  // of the two GEMMs
-    int passes;                 // over the columns of GEMM 2
+    int per_step2, passes;      // column blocks of GEMM 2 in GROUP_COLS; passes over its columns
     uint32_t *epoch;            // written by the last block
     uint32_t *blocks_done, *copies_done;  // self-resetting
     uint32_t *routing_sent;     // epoch
-    int *scratch;               // [SCRATCH_INTS]
-    uint8_t *marks;             // [max_slots]
+    open_room room;
+    int one_sender_pairs, one_builder_pairs;
 };
-
-struct open_shared {
-    int first_token[MAX_WORLD + 1];  // ranks' tokens in one row, without gaps
-    int offset[MAX_GROUPS + 1], total[MAX_GROUPS], first_slot[MAX_GROUPS];  // the last: of this block's first pair
-    int warp_sum[2][OPEN_WARPS];
-    uint32_t histogram[];  // [OPEN_WARPS, groups]
-};
-inline int open_shared_bytes(int groups) {
-    const int bytes = int(sizeof(open_shared)) + OPEN_WARPS * groups * 4;
-#ifdef MOE_TK_TRACE
-    return (bytes + 15) / 16 * 16 + int(sizeof(stamp_room));
-#endif
-    return bytes;
-}
 
 struct build_place {  // where a thread stands in cluster 0
-    int block, warp, lane, thread, global_warp, global_thread;
+    int block, warp, lane, thread;
+    int builders;  // 1 or OPEN_CLUSTER, once the headers are there
 };
+
+// The arrays of open_shared::room.
+struct build_arrays {
+    uint64_t *inbox;      // [OPEN_CLUSTER, groups] group_counts of each block, written by that block
+    uint64_t *histogram;  // [room.warps, groups] group_counts of each warp, then of what came before its next pair
+    int2 *stash;          // [room.warps, room.steps, 32] key and weight of pairs
+    int *offset;          // [groups + 1] first slot
+    int *total;           // [groups] rows
+    int *first_slot, *first_delivery, *first_job;  // [groups] of this block
+};
+__device__ __forceinline__ build_arrays arrays_of(const open_globals &g, open_shared &s) {
+    const int groups = g.segments * g.num_local;
+    build_arrays a;
+    a.inbox = s.room;
+    a.histogram = a.inbox + OPEN_CLUSTER * groups;
+    a.stash = reinterpret_cast<int2 *>(a.histogram + g.room.warps * groups);
+    a.offset = reinterpret_cast<int *>(a.stash + g.room.warps * g.room.steps * 32);
+    a.total = a.offset + groups + 1;
+    a.first_slot = a.total + groups, a.first_delivery = a.first_slot + groups, a.first_job = a.first_delivery + groups;
+    return a;
+}
 
 // Rank of an expert in EP: counts differ by at most one, the first ranks have the larger ones.
 __device__ __forceinline__ int owner_of(const open_globals &g, int id) {
@@ -66,6 +97,16 @@ __device__ __forceinline__ int owner_of(const open_globals &g, int id) {
     return id < large ? id / (base + 1) : extra + (id - large) / max(base, 1);
 }
 
-__device__ __forceinline__ void cluster_barrier() { cooperative_groups::this_cluster().sync(); }
+// The same place in the shared memory of another block of the cluster, which must have begun and must not have left.
+template <class T> __device__ __forceinline__ T *in_block(T *mine, int block) {
+    return cooperative_groups::this_cluster().map_shared_rank(mine, block);
+}
+// A barrier of cluster 0, by all threads. What threads wrote that say `release` is visible to all behind it, and what they had
+// seen: a warp is told of its block's stores by __syncthreads(). Others do not wait for their stores. Whole warps agree.
+__device__ __forceinline__ void cluster_barrier(bool release) {
+    if (release) cluster_arrive_release();
+    else cluster_arrive_relaxed();
+    cluster_wait_acquire();
+}
 
 }  // namespace moe_tk::nvlink

@@ -10,9 +10,9 @@ namespace {
 template <class Base> struct checkpoint_config : fused_config<Base> {
     static constexpr bool TILED_WEIGHTS = false;  // weights as they are given
 };
-using gather_128 = gathering_config<checkpoint_config<gemm_config<bf16, 128, 256, 4, 2, 1, 2, 2>>>;  // row blocks of fused_variants[1]
+using gather_128 = gathering_config<checkpoint_config<gemm_config<bf16, 128, 256, 4, 2, 1, 2, 2>>>;
 using scatter_128 = checkpoint_config<gemm_config<bf16, 128, 256, 4, 2, 1, 2, 2>>;
-using gather_64 = gathering_config<checkpoint_config<gemm_config<bf16, 64, 256, 5, 1, 2, 1, 1>>>;    // and of [0]
+using gather_64 = gathering_config<checkpoint_config<gemm_config<bf16, 64, 256, 5, 1, 2, 1, 1>>>;
 using scatter_64 = checkpoint_config<gemm_config<bf16, 64, 256, 5, 1, 2, 1, 1>>;
 
 // Gate and up rows alternate in groups of 8 in the kernels. Here they are read so from a checkpoint, where the gate rows of an
@@ -103,6 +103,8 @@ void prepare_routed_ops() {
     cudaFuncAttributes attributes;
     check_cuda(cudaFuncGetAttributes(&attributes, hand_out), "hand_out");
 }
+
+bool is_routed(const fused_variant &v) { return v.gather_cols == gather_64::BLOCK_N && v.scatter_cols == scatter_64::BLOCK_N; }
 
 bool small_blocks(const layer_call &call) { return fused_variants[call.variant].row_block == gather_64::BLOCK_M; }
 

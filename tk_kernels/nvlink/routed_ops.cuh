@@ -16,6 +16,7 @@ struct dispatch_result {
 enum routed_stage { ROUTED_OPEN = 1, ROUTED_GATHER = 2, ROUTED_SCATTER = 4, ROUTED_HAND_OUT = 8 };
 
 void prepare_routed_ops();
+bool is_routed(const fused_variant &v);  // the routed operations have these tiles: the wide ones
 // gather_gemm into w.activated; call.w13 is [E_local, 2 I, H], gate rows first. `behind` as in fused_variant.
 void launch_checkpoint_gather(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream);
 // gemm_scatter from w.activated; call.w2 is [E_local, H, I].

@@ -73,8 +73,9 @@ void launch_gemm2(const workspace_view &w, const layer_call &call, cudaStream_t 
 }
 
 void launch_combine(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
+    const tile_shape tiles = shape_of(w, call);
     launch(combine_all, w.num_sms, COMBINE_THREADS, 1, STAMP_SHARED_BYTES, false, stream, w.call,
-           combine_params_of(w, call, shape_of(w, call).row_block));
+           combine_params_of(w, call, tiles.row_block, tiles.scatter_cols));
 }
 
 }  // namespace moe_tk::nvlink

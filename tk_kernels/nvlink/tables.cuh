@@ -11,8 +11,8 @@ namespace moe_tk::nvlink {
 // Blocks that build the tables. 16 would be possible on Hopper, but want 16 free multiprocessors side by side: one busy one in
 // each group of them (a collective of another stream) would keep a call from starting.
 constexpr int OPEN_CLUSTER = 8;
-constexpr int MAX_GROUPS = 1536;   // segments * local experts: a histogram of every warp lies in shared memory
-constexpr int SCRATCH_INTS = OPEN_CLUSTER * (MAX_GROUPS + 4);
+constexpr int MAX_GROUPS = 1536;      // segments * local experts: histograms lie in shared memory
+constexpr int MAX_TOKENS = 1 << 21;   // of all ranks: group_counts
 
 enum count_index { COUNT_SLOTS, COUNT_BLOCKS, COUNT_JOBS, COUNT_TASKS1, COUNT_TASKS2, NUM_COUNTS };
 

@@ -19,10 +19,14 @@ inline uint32_t exchange_acq_rel_gpu(uint32_t *word, uint32_t value) {
     return std::exchange(*word, value);
 }
 inline void store_release_sys(uint32_t *word, uint32_t value) { exchange_acq_rel_gpu(word, value); }
+inline void store_relaxed_sys(uint32_t *word, uint32_t value) { exchange_acq_rel_gpu(word, value); }
 inline uint32_t fetch_inc_wrap_acq_rel_gpu(uint32_t *word, uint32_t most) {
     return exchange_acq_rel_gpu(word, *word >= most ? 0 : *word + 1);
 }
 inline void fence_sys() {}
+inline void cluster_arrive_release() {}
+inline void cluster_arrive_relaxed() {}
+inline void cluster_wait_acquire() { emulator::meet(*emulator::current->of_cluster); }
 inline uint64_t now_ns() { return emulator::now; }
 inline void nap_ns(uint32_t) {
     ++emulator::now, ++emulator::idle;

@@ -35,7 +35,10 @@ int live;
 
 void to_main() { emulator_switch(&current->stack_pointer, main_stack); }
 void entry() {
+    shared_block *shared = current->of_cluster ? &current->of_cluster->blocks[current->block.x] : nullptr;
+    if (shared) ++shared->begun;
     current->body();
+    if (shared) ++shared->ended;
     if (current->store_groups.size() > 1) fail("a thread ends before its bulk stores are complete");
     current->done = true;
     to_main();
@@ -87,6 +90,13 @@ int run_all(int seed, uint64_t most_idle) {
         if (draw() % 4 == 0) std::swap(ready.front(), ready[draw() % std::min<size_t>(ready.size(), 64)]);
         fiber *f = current = ready.front();
         ready.pop_front();
+        if (warp *w = f->of_warp) {  // a warp may be slow at any place
+            if (draw() % 4096 == 0) w->behind = 32 * (draw() % 64);
+            if (w->behind > 0) {
+                --w->behind, ready.push_back(f);
+                continue;
+            }
+        }
         emulator_switch(&main_stack, f->stack_pointer);
         if (!f->done) continue;
         free_stacks.push_back(f->stack);

@@ -44,8 +44,14 @@ struct meeting {  // of `need` fibers
     std::vector<fiber *> waiting;
     bool votes[3] = {true, true, true};  // of this vote, the next and the one before
 };
+struct shared_block {  // threads of it that have begun, and that have ended
+    char *memory = nullptr;
+    int begun = 0, ended = 0;
+};
+struct cluster : meeting { std::vector<shared_block> blocks; };
 struct warp {
     meeting all{32};
+    uint32_t behind = 0;     // turns of its fibers that it lets pass
     uint32_t round = 0;
     uint64_t values[2][32];  // of this round and the one before
 };
@@ -59,7 +65,8 @@ struct fiber {
     dim3 threads, blocks;
     int lane = 0;
     warp *of_warp = nullptr;
-    meeting *of_block = nullptr, *of_cluster = nullptr;
+    meeting *of_block = nullptr;
+    cluster *of_cluster = nullptr;
     std::vector<std::vector<bulk_store>> store_groups{1};  // the last one is open
     uint32_t voted = 0;
     bool done = false;

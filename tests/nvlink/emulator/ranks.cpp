@@ -18,12 +18,13 @@ uint8_t dynamic_shared[16];  // of the kernel open_call, which is not called its
     F(control) F(headers) F(posted) F(rows_posted) F(routing) F(rows) F(combined) F(planes) F(mailbox) F(record_claim) F(epoch)    \
     F(rank) F(max_tokens) F(top_k) F(hidden) F(row_bytes) F(job_chunk) F(job_chunks) F(counts) F(expert_offsets) F(slots)          \
     F(slot_pair) F(slot_weight) F(block_target) F(block_group) F(delivery_order) F(job_order) F(chunk_expected) F(expert_load)     \
-    F(load_total) F(contributors) F(token_counts) F(tasks1) F(tasks2) F(l1_done) F(l2_done) F(job_done)                   \
-    F(next_item) F(blocks_done) F(copies_done) F(routing_sent) F(scratch) F(marks) F(slot_rows) F(activated) F(expert_out)         \
-    F(activated_scales) F(quantised) F(num_experts) F(first_expert) F(num_local) F(tensor_parallel) F(max_slots)                   \
+    F(load_total) F(contributors) F(token_counts) F(tasks1) F(tasks2) F(l1_done) F(l2_done) F(job_done)     \
+    F(next_item) F(blocks_done) F(copies_done) F(routing_sent) F(slot_rows) F(activated) F(expert_out)         \
+    F(activated_scales) F(quantised) F(num_experts) F(first_expert) F(num_local) F(tensor_parallel) F(max_slots)    \
     F(max_blocks) F(intermediate) F(num_sms) F(hidden_states) F(hidden_scales) F(topk_ids) F(topk_weights) F(out) F(signature)     \
     F(num_tokens) F(refused) F(ids_are_64) F(weights_are_bf16) F(row_block) F(gather_cols) F(scatter_cols) F(segments) F(passes)   \
-    F(weights_before_l2) F(serial) F(cluster) F(takes_part) F(only_open) F(most_naps)
+    F(weights_before_l2) F(serial) F(cluster) F(takes_part) F(only_open) F(most_naps)    \
+    F(shared_bytes) F(one_sender_pairs) F(one_builder_pairs)
 struct rank_fields {
     int64_t bases[MAX_WORLD];
 #define FIELD(name) int64_t name;
@@ -64,9 +65,11 @@ open_globals open_of(const rank_fields &r, const call_view &c) {
             .row_block = int(r.row_block), .segments = int(r.segments),
             .max_blocks = int(r.max_blocks), .max_slots = int(r.max_slots),
             .col_blocks1 = int((2 * r.intermediate + r.gather_cols - 1) / r.gather_cols),
-            .col_blocks2 = int((r.hidden + r.scatter_cols - 1) / r.scatter_cols), .passes = int(r.passes),
+            .col_blocks2 = int((r.hidden + r.scatter_cols - 1) / r.scatter_cols), .per_step2 = int(GROUP_COLS / r.scatter_cols), .passes = int(r.passes),
             .epoch = at<uint32_t>(r.epoch), .blocks_done = at<uint32_t>(r.blocks_done), .copies_done = at<uint32_t>(r.copies_done),
-            .routing_sent = at<uint32_t>(r.routing_sent), .scratch = at<int>(r.scratch), .marks = at<uint8_t>(r.marks)};
+            .routing_sent = at<uint32_t>(r.routing_sent),
+            .room = room_for(int(r.segments * r.num_local), int(r.shared_bytes)), .one_sender_pairs = int(r.one_sender_pairs),
+            .one_builder_pairs = int(r.one_builder_pairs)};
 }
 
 combine_params combine_of(const rank_fields &r, const open_globals &g) {
@@ -75,7 +78,7 @@ combine_params combine_of(const rank_fields &r, const open_globals &g) {
             .token_counts = t.token_counts, .contributors = t.contributors, .l2_done = g.counters.l2_done,
             .job_done = g.counters.job_done, .next_item = g.counters.next_item, .expert_out = at<bf16>(r.expert_out),
             .slot_weight = r.weights_before_l2 ? nullptr : t.slot_weight, .out = at<bf16>(r.out), .num_tokens = g.num_tokens,
-            .row_block = g.row_block, .block_cols = GROUP_COLS, .columns = groups_of(g.call.hidden)};
+            .row_block = g.row_block, .tiles = tiles_of(g.call.hidden, int(r.scatter_cols))};
 }
 
 // One rank's stream: launches one after the other, gemm_scatter beside gather_gemm.
@@ -85,20 +88,27 @@ class rank_stream {
 
     void launch_open() {
         const int blocks = 2 * OPEN_CLUSTER;
-        const size_t bytes = open_shared_bytes(g_.segments * g_.num_local);
-        emulator::meeting *cluster = meeting_of(OPEN_CLUSTER * OPEN_THREADS);
+        const size_t bytes = r_.shared_bytes;
+        building_.need = OPEN_CLUSTER * OPEN_THREADS, building_.blocks.resize(OPEN_CLUSTER);
         for (int block = 0; block < blocks; ++block) {
             emulator::meeting *all = meeting_of(OPEN_THREADS);
             auto *shared = static_cast<open_shared *>(shared_memory(bytes));
+            if (block < OPEN_CLUSTER) building_.blocks[block].memory = reinterpret_cast<char *>(shared);
+            emulator::cluster *cluster = block < OPEN_CLUSTER ? &building_ : nullptr;
             for (int first = 0; first < OPEN_THREADS; first += 32)
                 start_warp({block, first, OPEN_THREADS, blocks, all, cluster}, before_, [this, shared] { open_thread(shared); });
         }
     }
     bool done() const { return stage_ == DONE; }
+    void check_guards() const {
+        for (const auto &lines : shared_)
+            for (const uint8_t byte : lines->back().bytes)
+                if (byte != 0x5a) emulator::fail("something was written behind a block's shared memory");
+    }
 
   private:
     enum { OPENED, PLACED, DONE } stage_ = OPENED;
-    struct place { int block, thread, threads, blocks; emulator::meeting *all = nullptr, *cluster = nullptr; };
+    struct place { int block, thread, threads, blocks; emulator::meeting *all = nullptr; emulator::cluster *cluster = nullptr; };
 
     // A counter of threads, and what follows when the last one is done.
     void start(const place &at, emulator::warp *w, int &left, std::function<void()> body) {
@@ -122,7 +132,7 @@ class rank_stream {
         return meetings_.back().get();
     }
     void *shared_memory(size_t bytes) {  // whatever was there before
-        shared_.push_back(std::make_unique<vector_of_lines>((bytes + 127) / 128));
+        shared_.push_back(std::make_unique<vector_of_lines>((bytes + 127) / 128 + 1));  // and a guard
         std::memset(shared_.back()->data(), 0x5a, shared_.back()->size() * 128);
         return shared_.back()->data();
     }
@@ -208,7 +218,7 @@ class rank_stream {
             if (!activated_gate::ready(gate, w.task)) activated_gate::wait(gate, w.task);
             tile2(w.task);
             emulator::yield();
-            group_push::publish({g_.counters.l2_done, combine_.columns}, w.task);
+            group_push::publish({g_.counters.l2_done, combine_.tiles}, w.task);
         });
     }
     void multiply_all() const {
@@ -262,6 +272,7 @@ class rank_stream {
     std::vector<std::unique_ptr<emulator::warp>> warps_;
     std::vector<std::unique_ptr<emulator::meeting>> meetings_;
     std::vector<std::unique_ptr<vector_of_lines>> shared_;
+    emulator::cluster building_;
 };
 
 }  // namespace moe_tk::nvlink
@@ -282,5 +293,6 @@ extern "C" int emulator_call(int world, const rank_fields *ranks, int seed, int6
     const int stuck = emulator::run_all(seed, uint64_t(most_idle));
     for (auto &stream : streams)
         if (stuck == 0 && !stream->done()) return -1;
+        else stream->check_guards();
     return stuck;
 }

@@ -1,0 +1,85 @@
+"""Which tiles the fused GEMMs of a call take: the rules at their limits, and on shapes whose rounds of tiles are known."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_tk.planner import FUSED_VARIANTS, FusedVariant, choose_variant, row_block_of, variant_index
+from moe_tk.planner.fused_tiles import NARROW_COST, expected_blocks, narrow_is_shorter
+from moe_tk.runtime.native_root import native_root
+
+SHAPES = {"mixtral-8x7b": (4096, 8, 2), "qwen3-30b-a3b": (2048, 128, 8), "deepseek-v3": (7168, 256, 8), "seed": (4096, 64, 8)}
+DTYPES = sorted(FUSED_VARIANTS)
+
+
+def chosen(shape: str, tokens: int, dtype: str = "bfloat16", world: int = 2, sms: int = 132) -> FusedVariant:
+    """Of a call in EP with one segment."""
+    hidden, experts, top_k = SHAPES[shape]
+    index = choose_variant(dtype, row_block=row_block_of(world, tokens, top_k, experts), groups=experts // world,
+                           rows=world * tokens * top_k / experts, hidden=hidden, sms=sms)
+    return FUSED_VARIANTS[dtype][index]
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype, name", [("bfloat16", "64x128"), ("float8_e4m3fn", "64x256_128")])
+def test_few_tokens_take_narrow_tiles(shape, dtype, name):
+    assert {chosen(shape, tokens, dtype).name for tokens in (0, 1, 16, 64)} == {name}
+
+
+@pytest.mark.parametrize("rows, bf16, e4m3", [
+    (32, "64x128", "64x256_128"), (33, "64x256", "64x256_128"), (96, "64x256", "64x256_128"), (97, "64x256", "64x256")])
+def test_blocks_of_64_rows_are_wide_where_an_expert_has_several(rows, bf16, e4m3):
+    for dtype, name in (("bfloat16", bf16), ("float8_e4m3fn", e4m3)):
+        assert FUSED_VARIANTS[dtype][choose_variant(dtype, row_block=64, groups=8, rows=rows, hidden=4096, sms=132)].name == name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_second_round_that_is_nearly_empty_is_avoided(dtype):
+    """mixtral-8x7b at T = 512: 10 blocks of 16 tiles are two rounds of 132; 10 of 32 tiles half as wide are three, half as long."""
+    assert chosen("mixtral-8x7b", 512, dtype).name == "128x256_128"
+    assert chosen("mixtral-8x7b", 512, dtype, sms=192).name == "128x256"  # there all tiles are one round, of 12 blocks as well
+
+
+@pytest.mark.parametrize("shape, tokens", [("mixtral-8x7b", 2048), ("mixtral-8x7b", 8192), ("qwen3-30b-a3b", 512),
+                                           ("qwen3-30b-a3b", 2048), ("seed", 2048), ("deepseek-v3", 8192)])
+def test_many_rounds_stay_wide(shape, tokens):
+    assert chosen(shape, tokens).name == "128x256"
+
+
+def test_a_gain_that_one_block_more_or_less_would_turn_is_none():
+    """33, 34, 35 blocks of 16 tiles: 4, 5, 5 rounds, or 8, 9, 9 of half the length. The mean alone would gain a tenth."""
+    assert expected_blocks(4, 1024, 128) == 34
+    assert -(-34 * 32 // 132) * 128 * NARROW_COST < -(-34 * 16 // 132) * 256
+    assert not narrow_is_shorter(4, 1024, 128, 4096, 132)
+
+
+@given(groups=st.integers(1, 300), rows=st.floats(0, 20000), hidden=st.integers(1, 2000).map(lambda n: 8 * n),
+       row_block=st.sampled_from([64, 128]), dtype=st.sampled_from(DTYPES), sms=st.integers(8, 132))
+def test_every_size_has_a_variant_of_its_row_block(groups, rows, hidden, row_block, dtype, sms):
+    index = choose_variant(dtype, row_block=row_block, groups=groups, rows=rows, hidden=hidden, sms=sms)
+    assert FUSED_VARIANTS[dtype][index].row_block == row_block
+    blocks = expected_blocks(groups, rows, row_block)
+    assert groups <= blocks <= max(groups, math.ceil(groups * (rows / row_block + 1)))
+
+
+@pytest.mark.parametrize("dtype, file", [("bfloat16", "fused_gemm.cu"), ("float8_e4m3fn", "fused_gemm_fp8.cu")])
+def test_table_is_what_is_compiled(dtype, file):
+    """By the sources; nvlink_module() compares with the module itself."""
+    text = (native_root() / "tk_kernels/nvlink" / file).read_text()
+    pairs = re.findall(r'make_fused<(\w+), (\w+)>\("(\w+)"\)', text)
+    wide = {"gather": 256, "scatter": 256, "narrow_gather": 128, "narrow_scatter": 128}
+    found = [(name, int(first.rpartition("_")[2]), wide[first.rpartition("_")[0]], wide[second.rpartition("_")[0]])
+             for first, second, name in pairs]
+    assert found == [(v.name, v.row_block, v.gather_cols, v.scatter_cols) for v in FUSED_VARIANTS[dtype]]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_names_are_unique_and_the_wide_ones_stand_first(dtype):
+    names = [variant.name for variant in FUSED_VARIANTS[dtype]]
+    assert len(set(names)) == len(names)
+    assert [variant_index(dtype, 64), variant_index(dtype, 128)] == [0, 1]
