@@ -40,7 +40,8 @@ def draw_options(draw: random.Random, quantised: bool, max_segments: int) -> dic
     serial = not quantised and draw.random() < 0.3
     build = {"shared_bytes": draw.choice((227 * 1024, LITTLE_SHARED)),
              "one_sender_pairs": draw.choice((0, 10**6)), "one_builder_pairs": draw.choice((0, 10**6))}
-    return {**build, "serial": serial, "row_block": draw.choice(ROW_BLOCKS), "gather_cols": 256 if quantised else draw.choice((128, 256)),
+    return {**build, "serial": serial, "row_block": draw.choice(ROW_BLOCKS),
+            "gather_cols": 256 if quantised else draw.choice((128, 256)),
             "scatter_cols": draw.choice((128, 256)), "passes": 1 if serial else draw.randint(1, 4),
             "segments": draw.randint(1, max_segments), "cluster": draw.choice((1, 2))}
 
