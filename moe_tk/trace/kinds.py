@@ -10,6 +10,7 @@ WRITERS = 12            # of a block: stamps.cuh STAMP_WRITERS
 GPU_KERNELS = ("open_call", "gather_gemm", "gemm_scatter")  # stamp_kernel
 BUILD_BLOCKS = 8       # of open_call: the blocks that build the tables; the others export rows
 CONSUMERS, LOADER, STORERS, LAST = (0, 4), 8, (9, 10), 11  # writers of a GEMM's block: who stamps tiles, and its last warp
+CONSUMER_WARPS = 4        # of a warpgroup: where a block has only one, decode() numbers its other warps as if there were two
 LOADERS = {"gather_gemm": (LOADER, LAST), "gemm_scatter": (LOADER,)}
 
 

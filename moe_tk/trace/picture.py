@@ -10,6 +10,7 @@ import numpy as np
 from moe_tk.trace.kinds import CONSUMERS, LAST, LOADER, WAIT, WRITERS, Kind, kind_number
 from moe_tk.trace.model import Laps, RankTrace, Trace
 from moe_tk.trace.perfetto import kinds_of, shown_blocks
+from moe_tk.trace.summary import consumers_of
 
 LEFT, RIGHT, TOP, WIDTH = 150, 20, 64, 860  # of the time axis, in pixels
 LANE, GAP, CURVE = 11, 3, 40
@@ -97,9 +98,10 @@ def _curves(rank: RankTrace) -> list[Curve]:
     def layer(colour: str, *names: str, writers: tuple[int, ...] | None = None) -> Layer:
         return Layer(tuple(kind_number(name) for name in names), colour, writers)
 
+    consumers = max(1, consumers_of(rank.laps))
     return [Curve("blocks that send rows", blocks, (layer("#4a7ab8", "export rows"),)),
             Curve("loaders at the gate", blocks, (layer("#a3acbb", "gate", writers=(LOADER,)),)),
-            Curve("consumers at work", len(CONSUMERS) * blocks, (layer("#2f9e6e", "multiply", "emit", writers=CONSUMERS),)),
+            Curve("consumers at work", consumers * blocks, (layer("#2f9e6e", "multiply", "emit", writers=CONSUMERS),)),
             Curve("warps that add rows", WRITERS * blocks, (layer("#d98c3a", "combine", "reduce"),))]
 
 

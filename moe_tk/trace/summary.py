@@ -95,12 +95,17 @@ def _gemm(rank: RankTrace, kernel: int, shift: float) -> tuple[Laps, dict[str, A
                   "tail_us": _us(ends.max() - ends.min()),
                   "idle_in_tail": round(float((ends.max() - ends).mean() / max(1.0, span_ns)), 4),
                   "tile_multiply_us": _quantiles(multiply.end - multiply.begin)}
-    lanes, loaders = len(CONSUMERS) * blocks, len(LOADERS[GPU_KERNELS[kernel]]) * blocks
+    lanes, loaders = consumers_of(mine) * blocks, len(LOADERS[GPU_KERNELS[kernel]]) * blocks
     found |= {"loaders_at_gate": share("gate", loaders), "loaders_load_weights": share("load weights", loaders),
               "loaders_load": share("load", loaders),
               "consumers_multiply": share("multiply", lanes), "consumers_emit": share("emit", lanes),
               "consumers_wait_for_inputs": share("wait for inputs", lanes), "storers_push": share("push", lanes)}
     return mine, found
+
+
+def consumers_of(laps: Laps) -> int:
+    """Consumer warpgroups of a block: those that have written anything."""
+    return int(np.isin(CONSUMERS, laps.writer).sum())
 
 
 def _quantiles(ns: np.ndarray) -> dict[str, float]:

@@ -9,7 +9,7 @@ import torch
 
 from moe_tk.runtime.stamps import HEADER, KERNELS, RECORD, WRITERS
 from moe_tk.schedule import build_tables, make_routing, task_order
-from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, GPU_KERNELS, LOADERS, STORERS, kind_number
+from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, GPU_KERNELS, LOADER, LOADERS, STORERS, kind_number
 from moe_tk.trace.summary import GATHER, OPEN, OPEN_PHASES, SCATTER
 
 TOKENS, TOP_K, EXPERTS, ROW_BLOCK, COLUMNS1, COLUMNS2 = 40, 2, 4, 64, 3, 6
@@ -22,6 +22,7 @@ GROUPS = 4
 class MadeUp:
     """Lists of (kind, detail, begin, end) in ns since the call's begin, by (kernel, block, writer)."""
 
+    warpgroups: int = 2
     lanes: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = field(default_factory=dict)
     begun: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
@@ -52,10 +53,11 @@ def make_tables() -> dict[str, np.ndarray]:
     return {**found, "counts": counts.numpy()}
 
 
-def make_call(tables: dict[str, np.ndarray]) -> MadeUp:
-    """A call in which everything happens in order: rows and tables, tiles of both GEMMs, jobs, own tokens."""
-    call = MadeUp()
-    for kernel, at, writers in ((OPEN, 0, 1), (GATHER, 9_984, WRITERS), (SCATTER, 59_968, WRITERS)):
+def make_call(tables: dict[str, np.ndarray], warpgroups: int = 2) -> MadeUp:
+    """A call in which everything happens in order: rows and tables, tiles of both GEMMs, jobs, own tokens. With one consumer
+    warpgroup the numbers of all other warps are four less."""
+    call, warps = MadeUp(warpgroups), WRITERS - 4 * (2 - warpgroups)
+    for kernel, at, writers in ((OPEN, 0, 1), (GATHER, 9_984, warps), (SCATTER, 59_968, warps)):
         call.begun |= {(kernel, block, writer): at for block in range(BLOCKS) for writer in range(writers)}
     for block in range(BUILD_BLOCKS):
         for step, kind in enumerate(OPEN_PHASES):
@@ -81,7 +83,7 @@ def _tiles(call: MadeUp, kernel: int, tasks: np.ndarray, first: int) -> None:
                 call.lap(kernel, block, loader, "load weights", tile, at - 1_600, at - 640)
                 call.lap(kernel, block, loader, "gate", tile, at - 640, at)
             call.lap(kernel, block, loader, "load", tile, at, at + 3_200)
-        for index, (consumer, storer) in enumerate(zip(CONSUMERS, STORERS, strict=True)):
+        for index, (consumer, storer) in enumerate(list(zip(CONSUMERS, STORERS, strict=True))[:call.warpgroups]):
             call.lap(kernel, block, consumer, "wait for inputs", tile, at, at + 320)
             if index == 1 and number % 3 == 0:
                 call.lap(kernel, block, consumer, "skip", tile, at + 320, at + 3_840)
@@ -91,13 +93,16 @@ def _tiles(call: MadeUp, kernel: int, tasks: np.ndarray, first: int) -> None:
                 call.lap(kernel, block, storer, "wait for outputs", tile, at, at + 3_840)
                 call.lap(kernel, block, storer, "store", tile, at + 3_840, at + 4_000)
             call.lap(kernel, block, storer, "push", tile, at + 4_000, at + 4_480)
+    if call.warpgroups == 1:
+        call.lanes = {(kernel, block, writer - 4 if writer >= LOADER else writer): laps
+                      for (kernel, block, writer), laps in call.lanes.items()}
 
 
 def _batches(call: MadeUp, entries: int, wait: str, work: str, first: int, batch: int = 4) -> None:
     items = [group << 20 | begin for group in range(GROUPS) for begin in range(0, entries, batch)]
     clock: dict[tuple[int, int], int] = {}
     for number, item in enumerate(items):
-        lane = number % BLOCKS, number // BLOCKS % WRITERS
+        lane = number % BLOCKS, number // BLOCKS % (WRITERS - 4 * (2 - call.warpgroups))
         at = clock.get(lane, first)
         clock[lane] = at + 960
         call.lap(SCATTER, *lane, wait, item, at, at + 320)

@@ -47,6 +47,16 @@ def test_laps_come_back_as_they_were_across_a_wrap_of_the_timer(tables):
         assert got == laps
 
 
+def test_a_tile_of_one_warpgroup_has_its_other_roles_in_earlier_warps(tables):
+    one, two = (whole(make_call(tables, warpgroups), tables) for warpgroups in (1, 2))
+    for name in ("load", "gate", "store", "push"):
+        found = [{*trace.laps.writer[trace.laps.kind == kind_number(name)].tolist()} for trace in (one, two)]
+        assert found[0] == found[1] - {STORERS[1]}, name
+    first, second = (summarise(Trace((trace,), CALL))["ranks"][0]["kernels"]["gather_gemm"] for trace in (one, two))
+    assert first["consumers_multiply"] > second["consumers_multiply"] and first["loaders_load"] == second["loaders_load"]
+    assert first["tiles"] == len(tables["tasks1"])
+
+
 def test_timer_period_and_rate_of_the_multiprocessors_are_found(tables):
     clock = whole(make_call(tables), tables).clock
     assert clock["timer_period_ns"] == 32
