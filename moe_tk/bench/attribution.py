@@ -1,17 +1,19 @@
 """Where the time of a fused call goes: the call against its GEMMs alone and its communication alone.
 
 All from launches of the same kernels:
-- GEMM alone: after a whole call all counters are full and all dispensers used up, so that gather_gemm and gemm_scatter launched
-  again only multiply.
-- Communication alone: between open_call and the two GEMM launches the task counts are set to zero and the counters of finished
-  tiles to full, so that the movers move, the combiners combine, and nobody multiplies.
-- Plain GEMM: the engine's own kernel on the same rows and weights, without mover warp and with its registers and stages.
+- GEMM alone: after a whole call all rows have come, all counters are full and all dispensers used up, so that gather_gemm and
+  gemm_scatter launched again only multiply. Bringing rows together is part of it: that is how gather_gemm loads them.
+- Communication alone: between open_call and gemm_scatter the task counts are set to zero and the counters of finished tiles to
+  full, so that rows are sent and combined, and nobody multiplies.
+- Plain GEMM: the engine's own kernel on as many rows, which lie in slots, with its registers and stages. What the fused kernels
+  take more is the SM tax: of GEMM 1 for rows that two warps gather, of GEMM 2 for the registers of those who combine.
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +31,7 @@ from moe_tk.runtime.nvlink_session import GATHER, OPEN, SCATTER
 
 ALL = OPEN | GATHER | SCATTER
 FULL = 1 << 20  # more column blocks than any GEMM has
+OPEN_CLUSTER = 8  # blocks of a cluster of open_call: tables.cuh
 TASK_COUNTS = slice(3, 5)  # of the table "counts": tiles of GEMM 1 and GEMM 2
 
 
@@ -38,11 +41,10 @@ class Times:
 
     fused: float         # whole call
     open: float          # exchange, tables, rows sent to those who want them
-    open_gather: float   # ... and GEMM 1 with the movers
+    open_gather: float   # ... and GEMM 1
     gemm1: float         # in the fused kernels, nothing to wait for
     gemm2: float
     cleared: float       # open_call and the clearing of the task counts
-    pull: float          # ... and the movers, without tiles
     communicate: float   # ... and combine and reduce, without tiles
     plain1: float = math.nan
     plain2: float = math.nan
@@ -57,9 +59,10 @@ def account(t: Times) -> dict[str, float]:
     communicate = max(0.0, t.communicate - clearing)
     values = {
         "fused_us": t.fused, "compute_us": compute, "gemm1_us": t.gemm1, "gemm2_us": t.gemm2, "communicate_us": communicate,
-        "open_us": t.open, "pull_us": max(0.0, t.pull - t.cleared), "combine_us": max(0.0, t.communicate - t.pull),
+        "open_us": t.open, "combine_us": max(0.0, t.communicate - t.cleared),
         "exposed_us": t.fused - compute, "exposed_front_us": t.open_gather - t.gemm1,
         "exposed_back_us": t.fused - t.open_gather - t.gemm2, "plain_gemm1_us": t.plain1, "plain_gemm2_us": t.plain2,
+        "gather_tax_us": t.gemm1 - t.plain1, "combine_tax_us": t.gemm2 - t.plain2,
         "sm_tax_us": compute - t.plain1 - t.plain2, "sm_tax": compute / (t.plain1 + t.plain2) - 1,
         "overlap": overlap(compute, communicate, t.fused), "ceiling": ceiling(compute, communicate),
         "interference": (t.fused - t.open) / compute if compute else math.nan}  # waits included: launches cannot tell them apart
@@ -82,7 +85,7 @@ class Stages:
         self.calls.forward(batch.hidden, batch.ids, batch.weights, self.out, signature=1, stages=stages)
 
     def without_tiles(self, stages: int) -> None:
-        """open_call, then the given launches with nothing to multiply."""
+        """open_call, then a launch of SCATTER, if it is given, with nothing to multiply."""
         self.launch(OPEN)
         self.local("counts")[TASK_COUNTS].zero_()
         self.local("l2_done").fill_(FULL)
@@ -100,7 +103,7 @@ def entries_of(stages: Stages, calls: int) -> dict[str, Entry]:
     entries = {
         "fused": graph(whole), "open": graph(lambda: stages.launch(OPEN)),
         "open_gather": graph(lambda: stages.launch(OPEN | GATHER)), "cleared": graph(lambda: stages.without_tiles(0)),
-        "pull": graph(lambda: stages.without_tiles(GATHER)), "communicate": graph(lambda: stages.without_tiles(GATHER | SCATTER))}
+        "communicate": graph(lambda: stages.without_tiles(SCATTER))}
     whole()
     entries["gemm1"] = graph(lambda: stages.launch(GATHER), before=whole)
     entries["gemm2"] = graph(lambda: stages.launch(SCATTER), before=whole)
@@ -172,25 +175,26 @@ def medians_of(entries: dict[str, Entry], ranks: Ranks, clock: Clock, rounds: in
     return {name: summary(slower_rank(ranks.exchange(samples[name], f"attribution: {name}")))["median"] for name in entries}
 
 
-def mover_counts(num_sms: int) -> list[int]:
-    """Numbers of blocks to try: powers of two, and all."""
-    return [*(1 << power for power in range(num_sms.bit_length()) if 1 << power < num_sms), num_sms]
+def export_counts(num_sms: int) -> list[int]:
+    """Numbers of blocks to try, in whole clusters: powers of two, and all but the cluster that builds the tables."""
+    most = max(1, num_sms // OPEN_CLUSTER - 1)
+    return [OPEN_CLUSTER * count for count in (*(1 << power for power in range(most.bit_length()) if 1 << power < most), most)]
 
 
-def sweep_movers(contender: Ours, batch: Batch, *, ranks: Ranks, clock: Clock, rounds: int, calls: int) -> dict[str, Any]:
-    """Microseconds of the whole call, of open + gather and of the moving alone, by blocks whose mover warp moves rows."""
+def sweep_export(contender: Ours, batch: Batch, *, ranks: Ranks, clock: Clock, rounds: int, calls: int) -> dict[str, Any]:
+    """Microseconds of the whole call, of open_call and of open + gather, by blocks of open_call that send rows."""
     def prepare() -> dict[str, Entry]:
         stages = Stages(contender, batch)
-        if not hasattr(stages.calls, "mover_blocks"):
-            raise NotAvailable("this layer cannot choose the number of its movers")
+        if not hasattr(stages.calls, "export_blocks"):
+            raise NotAvailable("this layer cannot choose how many blocks send rows")
         entries = {}
-        for count in mover_counts(stages.layer.session.num_sms):
-            stages.calls.mover_blocks = count
-            for name, body in (("fused", lambda: stages.launch(ALL)), ("open_gather", lambda: stages.launch(OPEN | GATHER)),
-                               ("pull", lambda: stages.without_tiles(GATHER))):
+        for count in export_counts(stages.layer.session.num_sms):
+            stages.calls.export_blocks = count
+            for name, parts in (("fused", ALL), ("open", OPEN), ("open_gather", OPEN | GATHER)):
+                body = partial(stages.launch, parts)
                 body()
                 entries[f"{name} {count}"] = Entry(capture(body, calls).replay, calls, keep=body)
-        stages.calls.mover_blocks = 0
+        stages.calls.export_blocks = 0
         return entries
 
     entries, why = ranks.failure(prepare, "sweep: prepare")
@@ -201,4 +205,4 @@ def sweep_movers(contender: Ours, batch: Batch, *, ranks: Ranks, clock: Clock, r
     for name, us in medians.items():
         kind, _, count = name.partition(" ")
         table.setdefault(kind, {})[int(count)] = us
-    return {"mover_blocks": table}
+    return {"export_blocks": table}

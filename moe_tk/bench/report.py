@@ -102,14 +102,14 @@ def show_account(console: Console, lines: list[dict[str, Any]]) -> None:
 
 def show_sweep(console: Console, lines: list[dict[str, Any]]) -> None:
     found = [(line["tokens"], line["sweep"]) for line in lines if "sweep" in line]
-    good = [(tokens, sweep["mover_blocks"]) for tokens, sweep in found if "mover_blocks" in sweep]
+    good = [(tokens, sweep["export_blocks"]) for tokens, sweep in found if "export_blocks" in sweep]
     for tokens, sweep in found:
         if "why" in sweep:
             console.print(Text(f"sweep at T {tokens}: {sweep['why']}", style="dim"))
     if not good:
         return
     counts = list(good[0][1]["fused"])
-    table: Table = simple_table("T, blocks with a mover", *map(str, counts))
+    table: Table = simple_table("T, blocks that send", *map(str, counts))
     for tokens, kinds in good:
         for kind, us in kinds.items():
             table.add_row(f"{tokens} {kind}", *(f"{us[count]:.0f}" for count in counts))

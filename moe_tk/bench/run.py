@@ -140,11 +140,11 @@ class LayerBench:
 
     def _inside(self, batch: Any) -> dict[str, Any]:
         """Attribution and sweep of the fused pattern, as asked for."""
-        from moe_tk.bench.attribution import attribute, sweep_movers  # CUDA only
+        from moe_tk.bench.attribution import attribute, sweep_export  # CUDA only
 
         fused = self.contenders.get(ATTRIBUTED)
         asked = {"attribution": attribute} if self.options.attribute else {}
-        asked |= {"sweep": sweep_movers} if self.options.sweep else {}
+        asked |= {"sweep": sweep_export} if self.options.sweep else {}
         if asked and fused is None:
             return {name: {"why": f"pattern {ATTRIBUTED} is not among the contenders"} for name in asked}
         return {name: body(fused, batch, ranks=self.ranks, clock=self.clock, rounds=self.options.rounds,

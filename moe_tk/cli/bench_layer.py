@@ -40,7 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--eager", action="store_true", help="also without CUDA graphs, launches by the host included")
     add("--flush-l2", action="store_true", help="empty the L2 cache before each call (default: no)")
     add("--attribute", action="store_true", help="also GEMMs alone, communication alone, exposed time, overlap")
-    add("--sweep", metavar="WHAT", help="comm-sms: also by the number of blocks that move rows")
+    add("--sweep", metavar="WHAT", help="comm-sms: also by the number of blocks that send rows")
     add("--hbm-tbs", metavar="X", help="of the floor: HBM read, TB/s (default 4.59)")
     add("--bf16-tflops", metavar="X", help="(default 795)")
     add("--fp8-tflops", metavar="X", help="(default 1458)")

@@ -12,12 +12,11 @@ from typing import Any
 import numpy as np
 
 from moe_tk.errors import MoETkError
-from moe_tk.trace.kinds import GPU_KERNELS, GPU_KINDS, MOMENT
+from moe_tk.trace.kinds import CONSUMER_WARPS, GPU_KERNELS, GPU_KINDS, LOADER
 from moe_tk.trace.model import Laps, RankTrace
 
 HALF = 1 << 32
 SLACK = 1 << 24  # a reading may be so much (ns) before the header's and is not taken for one 4.3 s later
-_MOMENTS = [index for index, kind in enumerate(GPU_KINDS) if kind.state == MOMENT]
 
 
 def decode(headers: np.ndarray, records: np.ndarray, *, rank: int, call: dict[str, Any] | None = None) -> RankTrace:
@@ -34,12 +33,18 @@ def decode(headers: np.ndarray, records: np.ndarray, *, rank: int, call: dict[st
     if len(rows) and (kind.max() >= len(GPU_KINDS) or kind.min() == 0):
         raise MoETkError(f"trace of rank {rank}: records have kinds {int(kind.min())}..{int(kind.max())}, wanted "
                          f"1..{len(GPU_KINDS) - 1}: this memory was not written by the stamps of this version")
-    begin = np.where(np.isin(kind, _MOMENTS), end, begin)
+    writer = _role(kernel, writer, begun)
     laps = Laps(kernel, block, writer, kind, detail, begin.astype(np.float64), end.astype(np.float64))
     return RankTrace(rank=rank, backend="cuda", kernels=GPU_KERNELS, laps=laps, origin_ns=origin,
                      blocks_begun=_begun(headers, origin),
                      lost=int(headers["count"][begun].astype(np.int64).sum() - count.sum()),
                      clock=_clock(kernel, begin, end, head_ns, _after(rows["end_clock"], heads["begin_clock"])), call=call or {})
+
+
+def _role(kernel: np.ndarray, warp: np.ndarray, begun: np.ndarray) -> np.ndarray:
+    """Numbers of kinds.py for warps: tiles of 64 x 128 have one consumer warpgroup, and the other roles begin behind it."""
+    one = begun[..., CONSUMER_WARPS].any(axis=1) & ~begun[..., LOADER:].any(axis=(1, 2))  # by kernel
+    return np.where(one[kernel] & (warp >= CONSUMER_WARPS), warp + CONSUMER_WARPS, warp)
 
 
 def _after(later: np.ndarray, earlier: np.ndarray) -> np.ndarray:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-WORK, WAIT, MOMENT = "work", "wait", "moment"
+WORK, WAIT = "work", "wait"
 TILE, BATCH = "tile", "batch"
 WRITERS = 12            # of a block: stamps.cuh STAMP_WRITERS
 GPU_KERNELS = ("open_call", "gather_gemm", "gemm_scatter")  # stamp_kernel
 BUILD_BLOCKS = 8       # of open_call: the blocks that build the tables; the others export rows
-CONSUMERS, LOADER, STORERS, SPARE = (0, 4), 8, (9, 10), 11  # writers of a GEMM's block that stamp tiles, and the spare warp
+CONSUMERS, LOADER, STORERS, LAST = (0, 4), 8, (9, 10), 11  # writers of a GEMM's block: who stamps tiles, and its last warp
+CONSUMER_WARPS = 4        # of a warpgroup: where a block has only one, decode() numbers its other warps as if there were two
+LOADERS = {"gather_gemm": (LOADER, LAST), "gemm_scatter": (LOADER,)}
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of lap. state: WORK, WAIT or MOMENT (no length). detail: what its detail is, see details_of()."""
+    """One kind of lap. state: WORK or WAIT. detail: what its detail is, see details_of()."""
 
     name: str
     state: str = WORK
@@ -33,8 +35,6 @@ GPU_KINDS = (  # stamp_kind, in the same order
     Kind("wait for inputs", WAIT, TILE, _WAIT), Kind("multiply", WORK, TILE, _MULTIPLY), Kind("emit", WORK, TILE, _EMIT),
     Kind("skip", WORK, TILE, _WAIT),
     Kind("wait for outputs", WAIT, TILE, _WAIT), Kind("store", WORK, TILE, _STORE), Kind("push", WORK, TILE, _STORE),
-    Kind("wait for source", WAIT, colour=_WAIT), Kind("move row", colour=_MOVE), Kind("row placed", MOMENT, colour=_MOVE),
-    Kind("drain", colour=_MOVE),
     Kind("wait for jobs", WAIT, BATCH, _WAIT), Kind("combine", WORK, BATCH, _SUM),
     Kind("wait for partial rows", WAIT, BATCH, _WAIT), Kind("reduce", WORK, BATCH, "#c2544d"))
 
@@ -50,7 +50,7 @@ def kind_number(name: str) -> int:
 
 
 def details_of(kind: Kind, detail: int) -> dict[str, int]:
-    """What a lap's detail says: stamp_tile() and stamp_batch() of stamps.cuh, or a slot, a number, a phase's item."""
+    """What a lap's detail says: stamp_tile() and stamp_batch() of stamps.cuh, or a phase's item."""
     if kind.detail == TILE:
         return {"row_block": detail >> 8, "col_block": detail & 0xff}
     if kind.detail == BATCH:
@@ -66,8 +66,8 @@ def lane_name(kernel: str, block: int, writer: int) -> str:
         return f"consumer {CONSUMERS.index(writer)}"
     if writer in STORERS:
         return f"storer {STORERS.index(writer)}"
-    if writer == LOADER:
-        return "loader"
-    if writer == SPARE:
-        return "mover" if kernel == "gather_gemm" else "combiner"
+    if writer in LOADERS[kernel]:
+        return f"loader {LOADERS[kernel].index(writer)}" if len(LOADERS[kernel]) > 1 else "loader"
+    if writer == LAST:
+        return "combiner"
     return f"warp {writer}"

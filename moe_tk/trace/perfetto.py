@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_tk.trace.kinds import CPU_KINDS, GPU_KINDS, MOMENT, WRITERS, Kind, details_of, lane_name
+from moe_tk.trace.kinds import CPU_KINDS, GPU_KINDS, WRITERS, Kind, details_of, lane_name
 from moe_tk.trace.model import Laps, RankTrace, Trace
 
 BLOCKS = 4096  # thread numbers are (kernel * BLOCKS + block) * WRITERS + writer
@@ -44,12 +44,8 @@ def _laps(rank: RankTrace, laps: Laps, shift: float) -> Iterator[dict[str, Any]]
     columns = (_thread(laps.kernel, laps.block, laps.writer), laps.kind, laps.detail, laps.begin + shift, laps.end - laps.begin)
     for thread, number, detail, begin_ns, took_ns in zip(*(column.tolist() for column in columns), strict=True):
         kind = kinds[number]
-        event = {"name": kind.name, "cat": kind.state, "pid": rank.rank, "tid": thread, "ts": round(begin_ns / 1e3, 3),
-                 "args": details_of(kind, detail)}
-        if kind.state == MOMENT:
-            yield {"ph": "i", "s": "t", **event}
-        else:
-            yield {"ph": "X", "dur": round(took_ns / 1e3, 3), **event}
+        yield {"ph": "X", "name": kind.name, "cat": kind.state, "pid": rank.rank, "tid": thread, "ts": round(begin_ns / 1e3, 3),
+               "dur": round(took_ns / 1e3, 3), "args": details_of(kind, detail)}
 
 
 def _thread(kernel: Any, block: Any, writer: Any) -> Any:

@@ -7,16 +7,17 @@ from xml.sax.saxutils import escape
 
 import numpy as np
 
-from moe_tk.trace.kinds import CONSUMERS, LOADER, MOMENT, SPARE, WAIT, WRITERS, Kind, kind_number
+from moe_tk.trace.kinds import CONSUMERS, LAST, LOADER, WAIT, WRITERS, Kind, kind_number
 from moe_tk.trace.model import Laps, RankTrace, Trace
 from moe_tk.trace.perfetto import kinds_of, shown_blocks
+from moe_tk.trace.summary import consumers_of
 
 LEFT, RIGHT, TOP, WIDTH = 150, 20, 64, 860  # of the time axis, in pixels
 LANE, GAP, CURVE = 11, 3, 40
-TEXT, FAINT, MOVED = "#1d2430", "#5b6472", "#4a7ab8"
+TEXT, FAINT = "#1d2430", "#5b6472"
 SHOWN_BLOCKS = 3
 LEAST_COVER = 0.02  # of a pixel: less is not shown
-GPU_LANES = ((LOADER, "loader"), (CONSUMERS[0], "consumer"), (SPARE, "spare warp"))
+GPU_LANES = ((LOADER, "loader"), (CONSUMERS[0], "consumer"), (LAST, "last warp"))
 
 
 @dataclass(frozen=True)
@@ -97,12 +98,11 @@ def _curves(rank: RankTrace) -> list[Curve]:
     def layer(colour: str, *names: str, writers: tuple[int, ...] | None = None) -> Layer:
         return Layer(tuple(kind_number(name) for name in names), colour, writers)
 
-    moved, sums = layer(MOVED, "move row", "drain", writers=(SPARE,)), layer("#d98c3a", "combine", "reduce")
-    return [Curve("consumers at work", len(CONSUMERS) * blocks, (layer("#2f9e6e", "multiply", "emit", writers=CONSUMERS),
-                                                                 layer(MOVED, "move row", writers=CONSUMERS))),
-            Curve("loaders at the gate", blocks, (layer("#a3acbb", "gate"),)),
-            Curve("movers at work", blocks, (moved, layer(MOVED, "export rows"))),
-            Curve("warps that add rows", WRITERS * blocks, (sums,))]
+    consumers = max(1, consumers_of(rank.laps))
+    return [Curve("blocks that send rows", blocks, (layer("#4a7ab8", "export rows"),)),
+            Curve("loaders at the gate", blocks, (layer("#a3acbb", "gate", writers=(LOADER,)),)),
+            Curve("consumers at work", consumers * blocks, (layer("#2f9e6e", "multiply", "emit", writers=CONSUMERS),)),
+            Curve("warps that add rows", WRITERS * blocks, (layer("#d98c3a", "combine", "reduce"),))]
 
 
 def _shares(laps: Laps, layer: Layer, shift: float, length: float, lanes: int, bins: int) -> np.ndarray:
@@ -143,8 +143,6 @@ def _lane(laps: Laps, kinds: tuple[Kind, ...], shift: float, length: float, y: i
     best, chosen = np.full(WIDTH, LEAST_COVER), np.zeros(WIDTH, dtype=int)
     scale = WIDTH / max(length, 1.0)
     for kind in np.unique(laps.kind).tolist():
-        if kinds[kind].state == MOMENT:
-            continue
         mine = laps.where(laps.kind == kind)
         cover = _cover((mine.begin + shift) * scale, (mine.end + shift) * scale, WIDTH)
         better = cover > best
@@ -185,9 +183,9 @@ def _axis(begin: float, end: float, y: int) -> list[str]:
 def _legend(trace: Trace, y: int) -> list[str]:
     backend = trace.ranks[0].backend
     if backend == "cuda":
-        names = ("place pairs", "load", "multiply", "emit", "move row", "combine", "reduce", "gate")
+        names = ("place pairs", "load", "multiply", "emit", "export rows", "combine", "reduce", "gate")
         kinds = [next(kind for kind in kinds_of(backend) if kind.name == name) for name in names]
-        labels = ["tables", "load", "multiply", "emit", "move rows", "combine", "reduce", "wait"]
+        labels = ["tables", "load", "multiply", "emit", "send rows", "combine", "reduce", "wait"]
     else:
         kinds = [kind for kind in kinds_of(backend)[1:] if kind.state != WAIT]
         labels = [kind.name for kind in kinds]

@@ -62,15 +62,12 @@ def _show_gemms(console: Console, kernels: dict[str, dict[str, Any]]) -> None:
             ("tail", "tail_us", False), ("after the last tile", "after_last_tile_us", False),
             ("loaders at the gate", "loaders_at_gate", True), ("consumers multiply", "consumers_multiply", True),
             ("consumers emit", "consumers_emit", True), ("consumers wait for inputs", "consumers_wait_for_inputs", True),
-            ("movers busy", "movers_busy", True))
+            ("first gate open", "first_gate_open_us", False), ("last gate open", "last_gate_open_us", False))
     table = simple_table("", *kernels)
     for label, name, share in rows:
         values = [kernel.get(name) for kernel in kernels.values()]
         if any(value is not None for value in values):
             table.add_row(label, *("" if value is None else percent(value) if share else f"{value:.1f}" for value in values))
-    for when in ("first", "half", "last"):
-        if "placed_us" in kernels.get("gather_gemm", {}):
-            table.add_row(f"rows placed, {when}", f"{kernels['gather_gemm']['placed_us'][when]:.1f}", *[""] * (len(kernels) - 1))
     console.print(table, highlight=False)
     console.print(Text(GEMM_EXPLAINED, style="dim"))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from moe_tk.trace.kinds import CONSUMERS, CPU_KINDS, GPU_KERNELS, GPU_KINDS, LOADER, SPARE, kind_number
+from moe_tk.trace.kinds import CONSUMERS, CPU_KINDS, GPU_KERNELS, GPU_KINDS, LOADER, LOADERS, kind_number
 from moe_tk.trace.model import Laps, RankTrace, Trace
 
 OPEN, GATHER, SCATTER = range(3)
@@ -95,12 +95,17 @@ def _gemm(rank: RankTrace, kernel: int, shift: float) -> tuple[Laps, dict[str, A
                   "tail_us": _us(ends.max() - ends.min()),
                   "idle_in_tail": round(float((ends.max() - ends).mean() / max(1.0, span_ns)), 4),
                   "tile_multiply_us": _quantiles(multiply.end - multiply.begin)}
-    lanes = len(CONSUMERS) * blocks
-    found |= {"loaders_at_gate": share("gate", blocks), "loaders_load_weights": share("load weights", blocks),
-              "loaders_load": share("load", blocks),
+    lanes, loaders = consumers_of(mine) * blocks, len(LOADERS[GPU_KERNELS[kernel]]) * blocks
+    found |= {"loaders_at_gate": share("gate", loaders), "loaders_load_weights": share("load weights", loaders),
+              "loaders_load": share("load", loaders),
               "consumers_multiply": share("multiply", lanes), "consumers_emit": share("emit", lanes),
               "consumers_wait_for_inputs": share("wait for inputs", lanes), "storers_push": share("push", lanes)}
     return mine, found
+
+
+def consumers_of(laps: Laps) -> int:
+    """Consumer warpgroups of a block: those that have written anything."""
+    return int(np.isin(CONSUMERS, laps.writer).sum())
 
 
 def _quantiles(ns: np.ndarray) -> dict[str, float]:
@@ -112,28 +117,10 @@ def _quantiles(ns: np.ndarray) -> dict[str, float]:
 
 def _gather(rank: RankTrace, shift: float) -> dict[str, Any]:
     mine, found = _gemm(rank, GATHER, shift)
-    moving = mine.where((mine.writer == SPARE) & np.isin(mine.kind, [kind_number("move row"), kind_number("drain")]))
-    placed = mine.end[_rows_placed(mine)] + shift
     gates = mine.where((mine.kind == kind_number("gate")) & (mine.writer == LOADER))
-    waits = gates.end - gates.begin
-    source = mine.kind == kind_number("wait for source")
-    busy = float((moving.end - moving.begin).sum()) / max(1.0, found["span_us"] * 1e3 * found["blocks"])
-    by_consumers = mine.where((mine.kind == kind_number("move row")) & (mine.writer != SPARE))
-    found |= {"movers_busy": round(busy, 4), "gate_us": _quantiles(waits), "rows_placed": len(placed),
-              "rows_placed_by_consumers": len(by_consumers)}
-    if len(by_consumers):
-        found["consumers_placed_until_us"] = _us(by_consumers.end.max() + shift)
-    if source.any():
-        found["source_known_us"] = _us(mine.end[source].max() + shift)
-    if len(placed):
-        found["placed_us"] = {"first": _us(placed.min()), "half": _us(np.median(placed)), "last": _us(placed.max())}
+    if len(gates):  # one of each block that has a tile
+        found |= {"gate_us": _quantiles(gates.end - gates.begin), **_three("gate_open", gates.end + shift)}
     return found
-
-
-def _rows_placed(laps: Laps) -> np.ndarray:
-    """Mask of the laps of GEMM 1's kernel whose ends say that a row lies in all its slots: movers announce rows later than they
-    move them, consumers at once."""
-    return (laps.kind == kind_number("row placed")) | ((laps.kind == kind_number("move row")) & (laps.writer != SPARE))
 
 
 def _three(name: str, ns: np.ndarray) -> dict[str, float]:

@@ -36,7 +36,7 @@ def test_the_table_has_times_ratios_and_the_reasons_of_those_who_are_missing():
 
 
 def test_the_account_and_the_sweep_are_shown_or_why_not():
-    text = shown([line(attribution=ACCOUNT, sweep={"mover_blocks": {"fused": {1: 900.0, 132: 200.0}}}),
+    text = shown([line(attribution=ACCOUNT, sweep={"export_blocks": {"fused": {8: 900.0, 120: 200.0}}}),
                   line(tokens=512, attribution={"why": "no stages"})])
     assert "38 %" in text and "1.13" in text and "attribution at T 512: no stages" in text and "900" in text
 

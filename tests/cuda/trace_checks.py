@@ -8,7 +8,8 @@ from collections import Counter
 import numpy as np
 
 from moe_tk.memory.nvlink_layout import FUSED_COLUMN_BLOCK
-from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, LOADER, SPARE, STORERS, kind_number
+from moe_tk.trace.clocks import Offset
+from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, GPU_KERNELS, LOADERS, STORERS, kind_number
 from moe_tk.trace.model import Laps, RankTrace
 from moe_tk.trace.summary import GATHER, OPEN, OPEN_PHASES, SCATTER
 
@@ -21,14 +22,14 @@ def check_trace(trace: RankTrace, tables: dict[str, np.ndarray], *, row_block: i
     """tables: those of TABLES, as the workspace has them; columns: column blocks of GEMM 2, per_step of them in a step of which the
     column groups are made. Raises AssertionError."""
     assert trace.lost == 0
-    slots, _, jobs, tasks1, tasks2 = (int(count) for count in tables["counts"])
+    _, _, jobs, tasks1, tasks2 = (int(count) for count in tables["counts"])
     error = TOLERANCE_NS + trace.clock["timer_period_ns"]
     gather, scatter = (trace.laps.where(trace.laps.kernel == kernel) for kernel in (GATHER, SCATTER))
     _check_order(trace.laps)
     _check_open_call(trace.laps)
     _check_tiles(gather, tables["tasks1"][:tasks1])
     _check_tiles(scatter, tables["tasks2"][:tasks2])
-    _check_moves(gather, tables["delivery_order"][:jobs], tables["slot_pair"][:slots] // top_k, row_block, error)
+    _check_gates(gather, trace.laps.end[trace.laps.kernel == OPEN].max(), error)
     _check_loads(scatter, _last_push(gather, column=None), error, "GEMM 2 loaded {:.0f} ns before GEMM 1 had pushed its row block")
     steps = -(-columns // per_step)
     _check_batches(scatter, "combine", jobs, steps)
@@ -38,8 +39,6 @@ def check_trace(trace: RankTrace, tables: dict[str, np.ndarray], *, row_block: i
 
 def _check_order(laps: Laps) -> None:
     """No lap of a writer begins before the one before it has ended, and none ends before it begins."""
-    lengths = laps.kind != kind_number("row placed")
-    laps = laps.where(lengths)
     assert (laps.end >= laps.begin).all()
     lane = (laps.kernel * 4096 + laps.block) * 16 + laps.writer
     same = lane[1:] == lane[:-1]
@@ -55,7 +54,7 @@ def _check_open_call(laps: Laps) -> None:
 
 
 def _check_tiles(laps: Laps, tasks: np.ndarray) -> None:
-    """Each task is loaded, computed or skipped by each consumer warpgroup, stored and pushed, exactly once."""
+    """Each task is loaded by each loader, computed or skipped by each consumer warpgroup, stored and pushed, exactly once."""
     wanted = Counter((tasks[:, 2].astype(np.int64) << 8 | tasks[:, 3]).tolist())
     assert set(wanted.values()) <= {1}
 
@@ -63,29 +62,62 @@ def _check_tiles(laps: Laps, tasks: np.ndarray) -> None:
         chosen = (laps.writer == writer) & np.isin(laps.kind, [kind_number(name) for name in names])
         return Counter(laps.detail[chosen].tolist())
 
-    assert tiles(LOADER, "load") == wanted
-    assert tiles(LOADER, "gate") == tiles(LOADER, "load weights") <= wanted
+    for loader in _loaders(laps):
+        assert tiles(loader, "load") == wanted
+        assert tiles(loader, "gate") == tiles(loader, "load weights") <= wanted
     for consumer, storer in zip(CONSUMERS, STORERS, strict=True):
+        there = [bool((laps.writer == writer).any()) for writer in (consumer, storer)]
+        assert len(set(there)) == 1, f"consumer {consumer} and storer {storer}: {there}"
+        if not there[0] and consumer != CONSUMERS[0]:
+            continue  # a tile of one warpgroup
         assert tiles(consumer, "multiply", "skip") == wanted
         assert tiles(consumer, "emit") == tiles(consumer, "multiply") == tiles(storer, "store")
         assert tiles(storer, "push") == wanted
     assert tiles(CONSUMERS[0], "multiply") == wanted  # the first rows of a block are never padding
 
 
-def _check_moves(laps: Laps, delivery_order: np.ndarray, row_of_slot: np.ndarray, row_block: int, error: float) -> None:
-    """Each row is moved and placed once, and nothing of a row block is loaded before all its rows are placed."""
-    moves = laps.where(laps.kind == kind_number("move row"))
-    placed = laps.where(laps.kind == kind_number("row placed"))
-    assert Counter(moves.detail.tolist()) == Counter(delivery_order.tolist())
-    placed_at = np.full(int(row_of_slot.max(initial=0)) + 1, -np.inf)
-    placed_at[moves.detail] = moves.end  # consumers place a row before they take the next one
-    moves = moves.where(moves.writer == SPARE)
-    for block in np.unique(moves.block):  # a mover's n-th row is placed as its n-th
-        rows, mine = moves.detail[moves.block == block], placed.where(placed.block == block)
-        assert mine.detail.tolist() == list(range(len(rows)))
-        placed_at[rows] = mine.end
-    ready = np.where(row_of_slot >= 0, placed_at[row_of_slot], -np.inf).reshape(-1, row_block).max(axis=1, initial=-np.inf)
-    _check_loads(laps, ready, error, "GEMM 1 loaded {:.0f} ns before the rows of its row block were placed")
+def _loaders(laps: Laps) -> tuple[int, ...]:
+    """Writers that load, of the kernel that these laps are of."""
+    return LOADERS[GPU_KERNELS[int(laps.kernel[0])]] if len(laps) else ()
+
+
+def _check_gates(gather: Laps, opened: float, error: float) -> None:
+    """Each loader of a block waits for the rows once, in front of all that it loads but the first tile's weights; none begins
+    before open_call has ended, and both loaders take the same tiles in the same order."""
+    names = ("load weights", "gate", "load")
+    kinds = [kind_number(name) for name in names]
+    mine = gather.where(np.isin(gather.writer, _loaders(gather)) & np.isin(gather.kind, kinds))
+    for block in np.unique(mine.block):
+        of_block = [mine.where((mine.block == block) & (mine.writer == writer)) for writer in _loaders(gather)]
+        for laps in of_block:
+            assert laps.kind.tolist() == [*kinds, *[kinds[2]] * (len(laps) - 3)], f"block {block}: {laps.kind}"
+            assert len(set(laps.detail[:3].tolist())) == 1, f"block {block} waits for another tile's rows"
+            early = opened - laps.begin[0]
+            assert early <= error, f"block {block} loads {early:.0f} ns before the tables are there"
+        assert len({tuple(laps.detail.tolist()) for laps in of_block}) == 1, f"block {block}: loaders with different tiles"
+
+
+Edges = tuple[int, int] | None
+
+
+def edges_of(trace: RankTrace) -> Edges:
+    """On this rank's clock, ns: when its last rows had been sent and when its first gate opened; None without tiles."""
+    laps = trace.laps
+    sent = laps.end[laps.kind == kind_number("export rows")]
+    gates = laps.end[(laps.kernel == GATHER) & (laps.kind == kind_number("gate"))]
+    return (trace.origin_ns + int(sent.max()), trace.origin_ns + int(gates.min())) if len(sent) and len(gates) else None
+
+
+def check_sources(edges: list[Edges], offsets: dict[int, Offset]) -> None:
+    """No gate opens on any rank before every other one has sent its rows. offsets: to rank 0's clock, of the other ranks."""
+    known = {0: Offset(0.0, 0.0), **offsets}
+    for rank, mine in enumerate(edges):
+        for other, theirs in enumerate(edges):
+            if rank == other or mine is None or theirs is None:
+                continue
+            ahead = known[other].offset_ns - known[rank].offset_ns
+            early = theirs[0] - mine[1] + ahead - known[rank].error_ns - known[other].error_ns
+            assert early <= TOLERANCE_NS, f"a gate of rank {rank} opened {early:.0f} ns before rank {other} had sent its rows"
 
 
 def _check_loads(laps: Laps, ready: np.ndarray, error: float, text: str) -> None:
@@ -134,7 +166,7 @@ def _check_jobs(laps: Laps, job_order: np.ndarray, slots: np.ndarray, row_block:
             assert early <= error, f"jobs {firsts[i]} began {early:.0f} ns before their tiles were pushed"
 
 
-TABLES = ("counts", "tasks1", "tasks2", "slot_pair", "slots", "delivery_order", "job_order")
+TABLES = ("counts", "tasks1", "tasks2", "slots", "job_order")
 
 
 def traced_layer(ranks) -> None:
@@ -149,6 +181,7 @@ def traced_layer(ranks) -> None:
         data, layer = Data(case, ranks), case.layer(ranks, traced=True)
         data.load(layer)
         x, ids, weights = args = data.mine()
+        before = layer.session.stamps.compare_clocks(timeout_s=30)
         for _ in range(2):
             ranks.meet()
             layer.session.workspace.poison()
@@ -157,11 +190,14 @@ def traced_layer(ranks) -> None:
             layer.synchronize()
         assert data.error(out, args) <= BUDGET, f"{case}"
         assert layer.memory.total == layer.session.workspace.allocated_bytes  # the stamps' memory is not the workspace's
+        after = layer.session.stamps.compare_clocks(timeout_s=30)
         trace = decode(*layer.session.stamps.read(), rank=ranks.rank)
         workspace = layer.session.workspace
         tables = {name: workspace.local(name).cpu().numpy() for name in TABLES}
         variant = layer._calls.variant_of(len(x))
         check_trace(trace, tables, row_block=variant.row_block, top_k=case.top_k, tokens=len(x),
                     columns=-(-case.hidden // variant.scatter_cols), per_step=FUSED_COLUMN_BLOCK // variant.scatter_cols)
-        for samples in layer.session.stamps.compare_clocks(timeout_s=30).values():
-            assert between(offset_of(samples), None).error_ns < 20_000
+        assert all(offset_of(samples).error_ns < 20_000 for samples in after.values())
+        edges = ranks.group.gather(edges_of(trace), timeout_s=30, step="test: edges of the trace")
+        if ranks.rank == 0:
+            check_sources(edges, {peer: between(offset_of(before[peer]), offset_of(after[peer])) for peer in after})

@@ -1,6 +1,7 @@
 // Calls of the CUDA back end over NVLink: two ranks, launches on one stream, no barrier between calls. Owners write rows into the
-// receivers' arrival buffers at the start of a call, before they have heard from them in it; routing lies in two buffers by the
-// parity of the call. Which ranks want rows of which differs from call to call, and a call may be refused.
+// receivers' arrival buffers at the start of a call, before they have heard from them in it; GEMM 1 reads them there, tile after
+// tile. Routing lies in two buffers by the parity of the call. Which ranks want rows of which differs from call to call, and a
+// call may be refused.
 //
 //@ holds two_calls -DCALLS=2
 //@ holds three_calls -DCALLS=3 -DONE_SIDED | tokens of rank 0 go to rank 1, none come back
@@ -10,7 +11,8 @@
 //@ holds dispatch_gemm_fails -DCALLS=2 -DFAULT -DDISPATCH | the wait that may be given up is also that of the rows for the headers
 //@ refuted ONE_ROUTING_BUFFER assertion | routing of the next call overwrites that which is being read
 //@ refuted NO_EXPORT_WAIT assertion -DONE_SIDED -DDISPATCH | rows of a call that follows dispatch_gemm do not wait for the headers: one is overwritten before it is read
-//@ refuted PUBLISHED_BEFORE_READ assertion | a rank says that its partial row is there before it has read the row: the owner may send the next one
+//@ refuted PUBLISHED_BEFORE_READ assertion | a rank says that its partial row is there before GEMM 1 has read the row for the last time: the owner may send the next one
+//@ refuted NO_ROWS_WAIT assertion | loaders begin as soon as the tables are there and do not wait until the rows are
 //@ refuted RELAXED_ROWS assertion | the rows are not released by the flag that announces them
 //@ refuted EXPORTS_EARLY assertion | the rows of the next call are sent before this call is over
 //@ refuted PUBLISHES_AFTER_ABORT assertion -DCALLS=2 -DFAULT | after a wait was given up partial rows are sent as if they were good, and their receiver does not look at its flag | KRN-11
@@ -51,6 +53,8 @@
 #define STOP 255
 
 #include "memory.pml"
+
+#define TILES 2                    // of GEMM 1 that read the row
 
 byte exporting[2], exported[2];    // call whose rows the copying blocks of open_call move
 bool sends[2];                     // has any for the other rank
@@ -133,8 +137,20 @@ proctype copier(bit r) {
 #define LAUNCHED call
 #endif
 
+// A tile of GEMM 1 (or place_all) reads the row where it has been sent
+inline read_row() {
+    value = mem[ROW(r, 0)];
+    value = (mem[ROW(r, 1)] == value -> value : GARBAGE);  // torn
+#ifndef FAULT
+    assert(value == call);
+#endif
+    seen = (seen == value -> value : GARBAGE);
+    value = 0;
+    tiles++
+}
+
 proctype rank(bit r) {
-    byte call = 1, value;
+    byte call = 1, value, seen, tiles;
     bool mine, theirs;    // my tokens go there, theirs come here
     bool void_, refuses;  // some rank refuses the call; this one does
     bool ok, good;
@@ -172,23 +188,28 @@ proctype rank(bit r) {
         fi;
         exported[r] == call;
         exporting[r] = LAUNCHED;
-        // gather_gemm: the movers, then tiles; or place_all
-        value = GARBAGE;
+        // gather_gemm: once for all tiles, its loaders wait for the rows of all ranks, also where only own tokens have work here
+        ok = true;
+        if
+#ifndef NO_ROWS_WAIT
+        :: !void_ -> wait_for(r, mem[ROWS_POSTED(r)] >= call)
+#else
+        :: !void_
+#endif
+        :: !theirs || void_  // without tiles; or place_all, which waits only for rows that it wants
+        fi;
         if
         :: theirs && !void_ ->
+            seen = call;
+            read_row();
 #ifdef PUBLISHED_BEFORE_READ
+            put(r, PLANE(OTHER), seen);
             signal(r, COMBINED(OTHER), call);
 #endif
-            wait_for(r, mem[ROWS_POSTED(r)] >= call);
-            if
-            :: ok ->
-                value = mem[ROW(r, 0)];
-                value = (mem[ROW(r, 1)] == value -> value : GARBAGE);  // torn
-#ifndef FAULT
-                assert(value == call)
-#endif
-            :: !ok
-            fi
+            do
+            :: tiles < TILES -> read_row()
+            :: tiles == TILES -> break
+            od
         :: !theirs || void_
         fi;
         // gemm_scatter: jobs, then own tokens
@@ -199,9 +220,11 @@ proctype rank(bit r) {
 #endif
         if
         :: theirs && good && !void_ && OWES ->
-            put(r, PLANE(OTHER), value);
 #ifndef PUBLISHED_BEFORE_READ
+            put(r, PLANE(OTHER), seen);
             signal(r, COMBINED(OTHER), call)
+#else
+            skip
 #endif
         :: !theirs || !good || void_ || !OWES
         fi;
@@ -221,11 +244,11 @@ proctype rank(bit r) {
         fi;
 #ifdef DISPATCH
         if
-        :: theirs && !void_ && !failed[r] && !told -> assert(value == call)  // hand_out; else NaN
+        :: theirs && !void_ && !failed[r] && !told -> assert(seen == call)  // hand_out; else NaN
         :: !theirs || void_ || failed[r] || told
         fi;
 #endif
-        d_step { value = 0; ok = false; good = false; mine = false; theirs = false; void_ = false; refuses = false; call++ };
+        d_step { seen = 0; tiles = 0; ok = false; good = false; mine = false; theirs = false; void_ = false; refuses = false; call++ };
         if
         :: failed[r] || told -> exporting[r] = STOP; break  // the host refuses further calls
         :: !failed[r] && !told

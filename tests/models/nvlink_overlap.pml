@@ -1,12 +1,15 @@
 // The two GEMMs of one rank over NVLink: gemm_scatter starts while gather_gemm ends (programmatic launch), gated row block by row
-// block, and writes its results where the gathered rows of finished row blocks lay. Two multiprocessors, two row blocks of one row,
-// two column blocks of GEMM 1 and one of GEMM 2, one job for the token whose slots are in both row blocks.
+// block. The loaders of gather_gemm read a row where its owner has sent it, for each tile anew; the owner sends the next call's row
+// to the same place when it has the partial row of this one. Two multiprocessors, two row blocks of one slot, two column blocks of
+// GEMM 1 and one of GEMM 2, one job for the token whose slots are in both row blocks.
 //
 //@ holds three_calls -DCALLS=3
 //@ holds small_calls -DCALLS=3 -DROW_BLOCKS=1 | a block of each GEMM has no tiles
 //@ holds waits_fail -DCALLS=1 -DROW_BLOCKS=1 -DFAULT | any waits may be given up at any time, also several before anybody was told
+//@ refuted ONE_BLOCK_WAITS assertion | only one block of gather_gemm waits until the rows are there
+//@ refuted WAITS_IN_FIRST_CALL assertion | a block waits for rows that were ever posted, not for those of its call
 //@ refuted GATE_ONE_LESS assertion | GEMM 2 begins when all but one column block of GEMM 1 is done
-//@ refuted NO_PREREQUISITE_WAIT assertion -DROW_BLOCKS=1 | what finishes does not wait for the end of gather_gemm: the next call's counters are zeroed while a mover may still take from them
+//@ refuted NO_PREREQUISITE_WAIT assertion -DROW_BLOCKS=1 | what finishes does not wait for the end of gather_gemm: the next call's tables are written while a block may still read its tasks
 //@ refuted RELAXED_TILES assertion | counting a finished tile of GEMM 1 does not release it to GEMM 2
 //@ refuted TRUSTS_WATERMARK assertion -DCALLS=1 -DROW_BLOCKS=1 -DFAULT | the source takes a partial row without looking at its abort flag behind the watermark | KRN-11
 
@@ -16,40 +19,41 @@
 #ifndef ROW_BLOCKS
 #define ROW_BLOCKS 2
 #endif
-#define MOVER(i) (i)          // index of the writing process
-#define TILES(i) (2 + (i))
-#define SCATTER(i) (4 + (i))
-#define SPARE 6
-#define BLOCKS 7
+#define TILES(i) (i)          // index of the writing process
+#define SCATTER(i) (2 + (i))
+#define SPARE 4
+#define OWNER 5
+#define BLOCKS 6
 
-#define X(b) (b)                        // gathered rows of a row block, then its expert output
+#define X(b) (b)                        // expert output of a row block
 #define ACTIVATED(b, c) (2 + 2 * (b) + (c))
 #define LOCAL_LOCS 63
+#define ROW 6                           // the row, as its owner has sent it
+#define ROWS_POSTED 7
+#define PLANE 8                         // at the token's owner; likewise below
+#define COMBINED 9
 #ifdef FAULT
-#define PLANE 6                         // at the token's source; likewise below
-#define COMBINED 7
-#define ABORT 8
-#define LOCS 9
+#define ABORT 10
+#define LOCS 11
 #else
-#define LOCS 6
+#define LOCS 10
 #endif
 
-#define ARRIVED(b) (b)                  // counters: what happened before
-#define L1_DONE(b) (2 + (b))
-#define L2_DONE(b) (4 + (b))
-#define FLAG 6
-#define COUNTERS 7
+#define L1_DONE(b) (b)                  // counters: what happened before
+#define L2_DONE(b) (2 + (b))
+#define FLAG 4
+#define COUNTERS 5
 
-#define ROW(call, b) ((call) * 4 + (b))
-#define OUT(call, b) ((call) * 4 + 2 + (b))
+#define IN(call) ((call) * 4)
+#define OUT(call, b) ((call) * 4 + 1 + (b))
 #define GARBAGE 255
 
 #include "memory.pml"
 
-byte arrived[2], l1_done[2], l2_done[2], next_row, next_item;  // zeroed by open_call
+byte l1_done[2], l2_done[2], next_item;  // zeroed by open_call
 byte opened;                  // the call whose tables are there
 byte started;                 // blocks of gather_gemm in all calls that have let gemm_scatter start
-byte movers_done[2], tiles_done[2];  // calls that a block of gather_gemm is through with
+byte gone[2];                 // calls that a block of gather_gemm is through with
 byte running, left;           // blocks of gemm_scatter in all calls that have begun, that have ended
 byte spare_begun, spare_done; // calls that its spare warp has begun, has ended
 byte combined;                // ghost: calls whose job was done
@@ -60,8 +64,7 @@ bool claimed, flag;           // record_claim, this rank's abort flag
 #define failing false
 #endif
 
-#define GONE(i) (movers_done[i] < tiles_done[i] -> movers_done[i] : tiles_done[i])
-#define GATHERS_GONE (GONE(0) + GONE(1))
+#define GATHERS_GONE (gone[0] + gone[1])
 
 // open_call, launch after launch of one stream
 proctype stream() {
@@ -71,8 +74,7 @@ proctype stream() {
         left == 2 * (call - 1);      // gemm_scatter is over
         assert(combined == call - 1);
         d_step {
-            arrived[0] = 0; arrived[1] = 0; l1_done[0] = 0; l1_done[1] = 0; l2_done[0] = 0; l2_done[1] = 0;
-            next_row = 0; next_item = 0;
+            l1_done[0] = 0; l1_done[1] = 0; l2_done[0] = 0; l2_done[1] = 0; next_item = 0;
             opened = call
         };
         call++
@@ -101,36 +103,51 @@ inline wait_for(b, counter, word) {
     fi
 }
 
-// A mover of gather_gemm; what its wait for the source may do is in the model nvlink
-proctype mover(bit i) {
-    byte call = 1, row;
-    bool ok = true;
+// The owner of the token: export_rows, then reduce_tokens
+proctype owner() {
+    byte call = 1;
     do
     :: call <= CALLS ->
-        opened >= call;
-        do
-        :: d_step { row = next_row; next_row++ };
+        put(OWNER, ROW, IN(call));
+        signal(OWNER, ROWS_POSTED, call);
+        if
+        :: mem[COMBINED] == call ->
+#if defined(FAULT) && !defined(TRUSTS_WATERMARK)
             if
-            :: row >= ROW_BLOCKS -> break
-            :: row < ROW_BLOCKS
-            fi;
-            if
-            :: failing -> give_up(MOVER(i)); break
-            :: put(MOVER(i), X(row), ROW(call, row));
-                d_step { give(MOVER(i), ARRIVED(row)); arrived[row]++ }
+            :: mem[ABORT] == 0 -> assert(mem[PLANE] == call)  // the result; else NaN
+            :: mem[ABORT] != 0
             fi
-        od;
-        row = 0;
-        d_step { ok = true; movers_done[i] = call; call++ }
+#else
+            assert(mem[PLANE] == call)
+#endif
+#ifdef FAULT
+        :: mem[ABORT] != 0
+#endif
+        fi;
+        call++
     :: else -> break
     od
 }
 
-inline tile(b, col) {
-    wait_for(TILES(i), ARRIVED(b), arrived[b] >= 1);
-    value = mem[X(b)];
+// wait_for_rows: once a block, before its first tile
+inline wait_for_rows() {
+#ifdef WAITS_IN_FIRST_CALL
+#define POSTED (mem[ROWS_POSTED] >= 1)
+#elif defined(ONE_BLOCK_WAITS)
+#define POSTED (i == 1 || mem[ROWS_POSTED] >= call)
+#else
+#define POSTED (mem[ROWS_POSTED] >= call)
+#endif
     if
-    :: value != ROW(call, b) -> assert(failing); value = GARBAGE
+    :: POSTED
+    :: failing && !POSTED -> give_up(TILES(i))
+    fi
+}
+
+inline tile(b, col) {
+    value = mem[ROW];
+    if
+    :: value != IN(call) -> assert(failing); value = GARBAGE
     :: else
     fi;
     put(TILES(i), ACTIVATED(b, col), value);
@@ -143,7 +160,7 @@ inline tile(b, col) {
     }
 }
 
-// Loader, consumers and storers of a block of gather_gemm; tasks in turn, the second column goes upwards
+// Loaders, consumers and storers of a block of gather_gemm; tasks in turn, the second column goes upwards
 proctype tiles(bit i) {
     byte call = 1, value;
     bool ok;
@@ -151,15 +168,17 @@ proctype tiles(bit i) {
     :: call <= CALLS ->
         d_step { opened >= call -> started++ };
 #if ROW_BLOCKS == 2
+        wait_for_rows();
         tile(i, 0);
         tile(1 - i, 1);
 #else
         if
-        :: i == 0 -> tile(0, 0); tile(0, 1)
+        :: i == 0 -> wait_for_rows(); tile(0, 0); tile(0, 1)
         :: else
         fi;
 #endif
-        d_step { tiles_done[i] = call; call++ }
+        assert(opened == call);      // until here it reads its tasks
+        d_step { gone[i] = call; call++ }
     :: else -> break
     od
 }
@@ -193,10 +212,8 @@ inline finish(me) {
             :: mem[X(0)] == OUT(call, 0) && (ROW_BLOCKS == 1 || mem[X(1)] == OUT(call, 1)) -> value = call
             :: else -> assert(failing)
             fi;
-#ifdef FAULT
             put(me, PLANE, value);
             signal(me, COMBINED, call);
-#endif
             combined++
         :: !ok
         fi
@@ -223,7 +240,7 @@ proctype scatter(bit i) {
             wait_for(SCATTER(i), L1_DONE(i), l1_done[i] >= GATE);
             value = OUT(call, i);
             if
-            :: mem[ACTIVATED(i, 0)] != ROW(call, i) || mem[ACTIVATED(i, 1)] != ROW(call, i) -> assert(failing); value = GARBAGE
+            :: mem[ACTIVATED(i, 0)] != IN(call) || mem[ACTIVATED(i, 1)] != IN(call) -> assert(failing); value = GARBAGE
             :: else
             fi;
             put(SCATTER(i), X(i), value);
@@ -253,29 +270,8 @@ proctype spare() {
     od
 }
 
-#ifdef FAULT
-// reduce_tokens of the rank whose token it is
-proctype source() {
-    if
-    :: mem[COMBINED] == 1 ->
-#ifdef TRUSTS_WATERMARK
-        assert(mem[PLANE] == 1)
-#else
-        if
-        :: mem[ABORT] == 0 -> assert(mem[PLANE] == 1)  // the result; else NaN
-        :: mem[ABORT] != 0
-        fi
-#endif
-    :: mem[ABORT] != 0
-    fi
-}
-#endif
-
 init {
     atomic {
-        run stream(); run mover(0); run mover(1); run tiles(0); run tiles(1); run scatter(0); run scatter(1); run spare();
-#ifdef FAULT
-        run source()
-#endif
+        run stream(); run owner(); run tiles(0); run tiles(1); run scatter(0); run scatter(1); run spare()
     }
 }

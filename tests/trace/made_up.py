@@ -9,7 +9,7 @@ import torch
 
 from moe_tk.runtime.stamps import HEADER, KERNELS, RECORD, WRITERS
 from moe_tk.schedule import build_tables, make_routing, task_order
-from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, LOADER, SPARE, STORERS, kind_number
+from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, GPU_KERNELS, LOADER, LOADERS, STORERS, kind_number
 from moe_tk.trace.summary import GATHER, OPEN, OPEN_PHASES, SCATTER
 
 TOKENS, TOP_K, EXPERTS, ROW_BLOCK, COLUMNS1, COLUMNS2 = 40, 2, 4, 64, 3, 6
@@ -22,6 +22,7 @@ GROUPS = 4
 class MadeUp:
     """Lists of (kind, detail, begin, end) in ns since the call's begin, by (kernel, block, writer)."""
 
+    warpgroups: int = 2
     lanes: dict[tuple[int, int, int], list[tuple[int, int, int, int]]] = field(default_factory=dict)
     begun: dict[tuple[int, int, int], int] = field(default_factory=dict)
 
@@ -47,16 +48,16 @@ def make_tables() -> dict[str, np.ndarray]:
     ids = make_routing("uniform", TOKENS, EXPERTS, TOP_K, seed=3).topk_ids
     tables = build_tables(ids, token_counts=[TOKENS], world=1, rank=0, num_experts=EXPERTS, mode="ep", row_block=ROW_BLOCK)
     tasks1, tasks2 = (task_order(tables, columns).numpy() for columns in (COLUMNS1, COLUMNS2))
-    found = {"tasks1": tasks1, "tasks2": tasks2, "slot_pair": tables.slot_pair.numpy(), "slots": tables.slots.numpy(),
-             "delivery_order": tables.delivery_order.numpy(), "job_order": tables.job_order.numpy()}
+    found = {"tasks1": tasks1, "tasks2": tasks2, "slots": tables.slots.numpy(), "job_order": tables.job_order.numpy()}
     counts = torch.tensor([len(tables.slot_pair), tables.num_blocks, tables.num_jobs, len(tasks1), len(tasks2)])
     return {**found, "counts": counts.numpy()}
 
 
-def make_call(tables: dict[str, np.ndarray]) -> MadeUp:
-    """A call in which everything happens in order: tables, rows, tiles of both GEMMs, jobs, own tokens."""
-    call = MadeUp()
-    for kernel, at, writers in ((OPEN, 0, 1), (GATHER, 9_984, WRITERS), (SCATTER, 59_968, WRITERS)):
+def make_call(tables: dict[str, np.ndarray], warpgroups: int = 2) -> MadeUp:
+    """A call in which everything happens in order: rows and tables, tiles of both GEMMs, jobs, own tokens. With one consumer
+    warpgroup the numbers of all other warps are four less."""
+    call, warps = MadeUp(warpgroups), WRITERS - 4 * (2 - warpgroups)
+    for kernel, at, writers in ((OPEN, 0, 1), (GATHER, 9_984, warps), (SCATTER, 59_968, warps)):
         call.begun |= {(kernel, block, writer): at for block in range(BLOCKS) for writer in range(writers)}
     for block in range(BUILD_BLOCKS):
         for step, kind in enumerate(OPEN_PHASES):
@@ -64,26 +65,11 @@ def make_call(tables: dict[str, np.ndarray]) -> MadeUp:
     for block in range(BUILD_BLOCKS, BLOCKS):
         call.lap(OPEN, block, 0, "zero counters", 0, 0, 1_024)
         call.lap(OPEN, block, 0, "export rows", 0, 1_024, 5_120)
-    _rows(call, tables)
     _tiles(call, GATHER, tables["tasks1"], 16_000)
     _tiles(call, SCATTER, tables["tasks2"], 64_000)
     _batches(call, len(tables["job_order"]), "wait for jobs", "combine", 90_016)
     _batches(call, TOKENS, "wait for partial rows", "reduce", 100_000)
     return call
-
-
-def _rows(call: MadeUp, tables: dict[str, np.ndarray]) -> None:
-    clock = dict.fromkeys(range(BLOCKS), 10_016)
-    for number, row in enumerate(tables["delivery_order"].tolist()):
-        block = number % BLOCKS
-        if number < BLOCKS:  # the first ones by a warp of the consumers
-            call.lap(GATHER, block, CONSUMERS[0] + 1, "move row", row, 10_016, 11_040)
-            continue
-        begin, clock[block] = clock[block], clock[block] + 640
-        call.lap(GATHER, block, SPARE, "move row", row, begin, clock[block])
-        call.lap(GATHER, block, SPARE, "row placed", number // BLOCKS - 1, begin, clock[block])
-    for block, at in clock.items():
-        call.lap(GATHER, block, SPARE, "drain", 0, at, at + 320)
 
 
 def _tiles(call: MadeUp, kernel: int, tasks: np.ndarray, first: int) -> None:
@@ -92,11 +78,12 @@ def _tiles(call: MadeUp, kernel: int, tasks: np.ndarray, first: int) -> None:
         block, tile = number % BLOCKS, row_block << 8 | column
         at = clock[block]
         clock[block] += 4_800
-        if number < BLOCKS:
-            call.lap(kernel, block, LOADER, "load weights", tile, at - 1_600, at - 640)
-            call.lap(kernel, block, LOADER, "gate", tile, at - 640, at)
-        call.lap(kernel, block, LOADER, "load", tile, at, at + 3_200)
-        for index, (consumer, storer) in enumerate(zip(CONSUMERS, STORERS, strict=True)):
+        for loader in LOADERS[GPU_KERNELS[kernel]]:
+            if number < BLOCKS:
+                call.lap(kernel, block, loader, "load weights", tile, at - 1_600, at - 640)
+                call.lap(kernel, block, loader, "gate", tile, at - 640, at)
+            call.lap(kernel, block, loader, "load", tile, at, at + 3_200)
+        for index, (consumer, storer) in enumerate(list(zip(CONSUMERS, STORERS, strict=True))[:call.warpgroups]):
             call.lap(kernel, block, consumer, "wait for inputs", tile, at, at + 320)
             if index == 1 and number % 3 == 0:
                 call.lap(kernel, block, consumer, "skip", tile, at + 320, at + 3_840)
@@ -106,13 +93,16 @@ def _tiles(call: MadeUp, kernel: int, tasks: np.ndarray, first: int) -> None:
                 call.lap(kernel, block, storer, "wait for outputs", tile, at, at + 3_840)
                 call.lap(kernel, block, storer, "store", tile, at + 3_840, at + 4_000)
             call.lap(kernel, block, storer, "push", tile, at + 4_000, at + 4_480)
+    if call.warpgroups == 1:
+        call.lanes = {(kernel, block, writer - 4 if writer >= LOADER else writer): laps
+                      for (kernel, block, writer), laps in call.lanes.items()}
 
 
 def _batches(call: MadeUp, entries: int, wait: str, work: str, first: int, batch: int = 4) -> None:
     items = [group << 20 | begin for group in range(GROUPS) for begin in range(0, entries, batch)]
     clock: dict[tuple[int, int], int] = {}
     for number, item in enumerate(items):
-        lane = number % BLOCKS, number // BLOCKS % WRITERS
+        lane = number % BLOCKS, number // BLOCKS % (WRITERS - 4 * (2 - call.warpgroups))
         at = clock.get(lane, first)
         clock[lane] = at + 960
         call.lap(SCATTER, *lane, wait, item, at, at + 320)

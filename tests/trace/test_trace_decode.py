@@ -15,10 +15,10 @@ from moe_tk.memory.nvlink_layout import FUSED_COLUMN_BLOCK
 from moe_tk.runtime import stamps
 from moe_tk.trace.clocks import Offset, between, offset_of
 from moe_tk.trace.decode import decode
-from moe_tk.trace.kinds import BUILD_BLOCKS, GPU_KERNELS, GPU_KINDS, LOADER, MOMENT, SPARE, STORERS, WRITERS, kind_number
+from moe_tk.trace.kinds import BUILD_BLOCKS, GPU_KERNELS, GPU_KINDS, LAST, LOADER, STORERS, WRITERS, kind_number
 from moe_tk.trace.model import RankTrace, Trace
 from moe_tk.trace.summary import GATHER, OPEN, SCATTER, summarise
-from tests.cuda.trace_checks import COLUMN_GROUPS, check_trace
+from tests.cuda.trace_checks import COLUMN_GROUPS, check_sources, check_trace, edges_of
 
 REPO = Path(__file__).resolve().parents[2]
 CALL = {"shape": "small", "mode": "ep", "tokens_per_rank": TOKENS, "world": 1, "traced_call_us": 100.0, "gpu": "made up"}
@@ -44,7 +44,17 @@ def test_laps_come_back_as_they_were_across_a_wrap_of_the_timer(tables):
     for (kernel, block, writer), laps in call.lanes.items():
         mine = trace.laps.where((trace.laps.kernel == kernel) & (trace.laps.block == block) & (trace.laps.writer == writer))
         got = list(zip(mine.kind.tolist(), mine.detail.tolist(), mine.begin.tolist(), mine.end.tolist(), strict=True))
-        assert got == [(kind, detail, end if GPU_KINDS[kind].state == MOMENT else begin, end) for kind, detail, begin, end in laps]
+        assert got == laps
+
+
+def test_a_tile_of_one_warpgroup_has_its_other_roles_in_earlier_warps(tables):
+    one, two = (whole(make_call(tables, warpgroups), tables) for warpgroups in (1, 2))
+    for name in ("load", "gate", "store", "push"):
+        found = [{*trace.laps.writer[trace.laps.kind == kind_number(name)].tolist()} for trace in (one, two)]
+        assert found[0] == found[1] - {STORERS[1]}, name
+    first, second = (summarise(Trace((trace,), CALL))["ranks"][0]["kernels"]["gather_gemm"] for trace in (one, two))
+    assert first["consumers_multiply"] > second["consumers_multiply"] and first["loaders_load"] == second["loaders_load"]
+    assert first["tiles"] == len(tables["tasks1"])
 
 
 def test_timer_period_and_rate_of_the_multiprocessors_are_found(tables):
@@ -89,15 +99,18 @@ def moved(call: MadeUp, place: tuple[int, int, int], name: str, by: int) -> None
 
 @pytest.mark.parametrize("change", [
     lambda call: without(call, (OPEN, 3, 0), "place pairs"),
-    lambda call: without(call, (GATHER, 0, SPARE), "move row"),
-    lambda call: without(call, (GATHER, 0, SPARE), "row placed"),
     lambda call: without(call, (GATHER, 0, LOADER), "load"),
+    lambda call: without(call, (GATHER, 0, LAST), "load"),
+    lambda call: without(call, (GATHER, 0, LAST), "gate"),
+    lambda call: without(call, (GATHER, 0, LOADER), "gate") or without(call, (GATHER, 0, LOADER), "load weights"),
+    lambda call: call.lanes[GATHER, 0, LAST].reverse(),                   # the gate behind the loads
+    lambda call: call.lanes[GATHER, 0, LAST].append(call.lanes[GATHER, 1, LAST].pop()),  # its loaders at different tiles
+    lambda call: moved(call, (OPEN, 17, 0), "export rows", 20_000),       # tables are there only after GEMM 1 began
     lambda call: without(call, (GATHER, 1, 0), "multiply"),
     lambda call: without(call, (SCATTER, 0, STORERS[0]), "push"),
     lambda call: without(call, (SCATTER, 0, 0), "combine"),
     lambda call: without(call, (SCATTER, 0, 0), "reduce"),
     lambda call: call.lanes[GATHER, 0, LOADER].append(call.lanes[GATHER, 0, LOADER][-1]),  # a task twice
-    lambda call: moved(call, (GATHER, 2, SPARE), "row placed", 20_000),   # after it was loaded
     lambda call: moved(call, (GATHER, 2, STORERS[0]), "push", 60_000),    # after GEMM 2 loaded it
     lambda call: moved(call, (SCATTER, 2, STORERS[0]), "push", 60_000),   # after its jobs began
     lambda call: moved(call, (SCATTER, 2, 0), "emit", -1_000)])           # before its tile was multiplied
@@ -106,6 +119,22 @@ def test_a_trace_that_is_not_whole_or_out_of_order_is_found(tables, change):
     change(call)
     with pytest.raises(AssertionError):
         whole(call, tables)
+
+
+def test_a_gate_that_opens_before_another_rank_has_sent_its_rows_is_found(tables):
+    """The clocks of the ranks differ by a second; rows were sent 5 us after the calls began, gates opened after 16."""
+    mine = edges_of(whole(make_call(tables), tables))
+    assert mine == (BEGIN_NS + 5_120, BEGIN_NS + 16_000)
+
+    def check(behind: int) -> None:
+        """Rank 1 sends so much later, on a clock that is a second ahead."""
+        check_sources([mine, tuple(edge + 10**9 + behind for edge in mine)], {1: Offset(-1e9, 700.0)})
+
+    check(0), check(11_000), check(-11_000)
+    for behind in (15_000, -15_000):
+        with pytest.raises(AssertionError, match=f"a gate of rank {int(behind < 0)} opened"):
+            check(behind)
+    check_sources([mine, None], {1: Offset(0.0, 0.0)})
 
 
 def samples(offset: float, *, rounds: int = 50, period: int = 1, drift: float = 0.0) -> np.ndarray:
@@ -167,9 +196,9 @@ def test_summary_of_the_made_up_call(tables):
     assert first["gaps_us"] == pytest.approx([0.77, scatter["begin_us"] - gather["end_us"]], abs=0.02)
     assert gather["tiles"] == len(tables["tasks1"]) + sum(number % 3 != 0 for number in range(len(tables["tasks1"])))
     assert gather["begin_us"] == 9.98 and gather["first_tile_begins_us"] == 16.32
-    assert gather["rows_placed"] == len(tables["delivery_order"]) and gather["rows_placed_by_consumers"] == BLOCKS
+    assert gather["gate_us"]["p50"] == 0.64 and gather["first_gate_open_us"] == gather["last_gate_open_us"] == 16.0
     lanes = gather["consumers_multiply"] + gather["consumers_emit"] + gather["consumers_wait_for_inputs"]
-    assert 0 < lanes < 1 and 0 < gather["loaders_at_gate"] < 0.2 and 0 < gather["movers_busy"] < 1
+    assert 0 < lanes < 1 and 0 < gather["loaders_at_gate"] < 0.2
     assert scatter["jobs"]["first_ready_us"] == 90.34 and scatter["jobs"]["done_before_last_tile"] == 0
     assert scatter["after_last_tile_us"] == pytest.approx(scatter["end_us"] - scatter["last_consumer_ends_us"])
 
@@ -184,8 +213,8 @@ def test_numbers_here_are_those_of_the_header():
     for native, ours in (("launch_wait", "wait for launch"), ("open_send", "send routing"), ("open_tasks", "write tasks"),
                          ("open_zero", "zero counters"), ("open_export", "export rows"), ("open_close", "close"),
                          ("load_ahead", "load weights"), ("gate", "gate"),
-                         ("load", "load"), ("multiply", "multiply"), ("skip", "skip"), ("push", "push"), ("move", "move row"),
-                         ("placed", "row placed"), ("drain", "drain"), ("combine", "combine"), ("reduce", "reduce")):
+                         ("load", "load"), ("multiply", "multiply"), ("skip", "skip"), ("push", "push"),
+                         ("combine_wait", "wait for jobs"), ("combine", "combine"), ("reduce", "reduce")):
         assert where[native] == kind_number(ours), native
     assert re.search(r"STAMP_KERNELS = 3, STAMP_WRITERS = 12", text)
     assert (stamps.KERNELS, stamps.WRITERS, WRITERS) == (3, 12, 12)

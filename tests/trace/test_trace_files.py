@@ -14,7 +14,7 @@ from made_up import TOKENS, make_call, make_tables
 
 from moe_tk.trace import perfetto, picture
 from moe_tk.trace.decode import decode
-from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, LOADER, SPARE, kind_number, lane_name
+from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, LAST, LOADER, kind_number, lane_name
 from moe_tk.trace.model import Trace
 from moe_tk.trace.summary import GATHER
 
@@ -34,16 +34,15 @@ def check_schema(events: list[dict]) -> None:
     ends: dict[tuple[int, int], float] = {}
     named = set()
     for event in events:
-        assert event["ph"] in "XiM" and isinstance(event["pid"], int) and isinstance(event["tid"], int)
+        assert event["ph"] in "XM" and isinstance(event["pid"], int) and isinstance(event["tid"], int)
         if event["ph"] == "M":
             assert event["name"] in ("process_name", "thread_name", "thread_sort_index")
             named.add((event["pid"], event["tid"]))
             continue
         thread = event["pid"], event["tid"]
-        assert thread in named and event["ts"] >= 0 and event["cat"] in ("work", "wait", "moment")
-        if event["ph"] == "X":
-            assert event["dur"] >= 0 and event["ts"] >= ends.get(thread, 0.0) - 2e-3  # rounded to ns
-            ends[thread] = event["ts"] + event["dur"]
+        assert thread in named and event["ts"] >= 0 and event["cat"] in ("work", "wait")
+        assert event["dur"] >= 0 and event["ts"] >= ends.get(thread, 0.0) - 2e-3  # rounded to ns
+        ends[thread] = event["ts"] + event["dur"]
 
 
 @pytest.mark.parametrize("name", ["trace.json", "trace.json.gz"])
@@ -57,7 +56,7 @@ def test_perfetto_trace_is_valid_and_whole(trace, tmp_path, name):
     assert content["displayTimeUnit"] == "ns" and content["otherData"]["shape"] == "small"
     assert sum(event["ph"] != "M" for event in events) == sum(len(rank.laps) for rank in trace.ranks)
     names = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
-    assert len(set(names.values())) == len(names) / 2 and "gather_gemm 003 loader" in names.values()
+    assert len(set(names.values())) == len(names) / 2 and "gather_gemm 003 loader 1" in names.values()
     gates = [event for event in events if event["name"] == "gate"]
     assert gates and all(set(event["args"]) == {"row_block", "col_block"} for event in gates)
     first = {rank: min(event["ts"] for event in events if event["ph"] == "X" and event["pid"] == rank) for rank in (0, 1)}
@@ -76,23 +75,23 @@ def test_a_choice_of_blocks(trace):
 def test_lanes_have_the_names_of_their_roles():
     assert Counter(lane_name("open_call", block, 0) for block in range(132)) == {
         "build": BUILD_BLOCKS, "export": 132 - BUILD_BLOCKS}
-    assert [lane_name("gather_gemm", 5, writer) for writer in (*CONSUMERS, LOADER, SPARE, 3)] == [
-        "consumer 0", "consumer 1", "loader", "mover", "warp 3"]
-    assert lane_name("gemm_scatter", 5, SPARE) == "combiner"
+    assert [lane_name("gather_gemm", 5, writer) for writer in (*CONSUMERS, LOADER, LAST, 3)] == [
+        "consumer 0", "consumer 1", "loader 0", "loader 1", "warp 3"]
+    assert [lane_name("gemm_scatter", 5, writer) for writer in (LOADER, LAST)] == ["loader", "combiner"]
 
 
 def test_picture_is_an_svg_with_all_ranks_lanes_and_kernels(trace):
     root = ElementTree.fromstring(picture.draw(trace))
     texts = [node.text for node in root.iter(f"{SVG}text")]
     assert texts[0] == "small, EP, 40 tokens on each of 2 ranks" and texts[1].startswith("made <up>; one call of ")
-    for wanted in ("rank 0", "rank 1", "gather_gemm", "gemm_scatter", "block 0 loader", "block 6 consumer", "block 12 spare warp"):
+    for wanted in ("rank 0", "rank 1", "gather_gemm", "gemm_scatter", "block 0 loader", "block 6 consumer", "block 12 last warp"):
         assert wanted in texts, wanted
     width, height = (float(root.get(name)) for name in ("width", "height"))
     for box in root.iter(f"{SVG}rect"):
         if not box.get("width").endswith("%"):
             assert 0 <= float(box.get("x")) <= float(box.get("x")) + float(box.get("width")) <= width
             assert 0 <= float(box.get("y")) <= height - float(box.get("height"))
-    assert {node.text for node in root.iter(f"{SVG}title")} >= {"multiply", "gate", "load", "move row", "combine", "reduce"}
+    assert {node.text for node in root.iter(f"{SVG}title")} >= {"multiply", "gate", "load", "export rows", "combine", "reduce"}
 
 
 def test_curve_is_the_share_of_the_lanes(trace):
@@ -111,4 +110,4 @@ def test_a_pixel_shows_what_fills_most_of_it(trace):
                                      & (trace.ranks[0].laps.kernel == GATHER))
     boxes = picture._lane(lane, perfetto.kinds_of("cuda"), -float(lane.begin.min()), float(lane.end.max() - lane.begin.min()), 0)
     kinds = [ElementTree.fromstring(box).find("title").text for box in boxes]
-    assert kinds[:3] == ["load weights", "gate", "load"] and "row placed" not in kinds
+    assert kinds[:3] == ["load weights", "gate", "load"]

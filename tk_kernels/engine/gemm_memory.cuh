@@ -55,7 +55,9 @@ template <class Cfg, class Gate, class Epilogue, class Push> struct gemm_globals
     __device__ coord<> out_at(const tile_task &t, int row, int col) const { return {0, 0, t.row_block * Cfg::BLOCK_M + row, col}; }
 };
 
-template <class Cfg, class Out> struct gemm_shared {
+struct nothing_more {};
+// `more`: what further roles of a kernel keep, in the room that the size's rounding to 1 KiB leaves.
+template <class Cfg, class Out, class More = nothing_more> struct gemm_shared {
     struct stage {
         st<typename Cfg::T, Cfg::BLOCK_M, Cfg::PANEL_K> a[Cfg::PANELS];
         st<typename Cfg::T, Cfg::BLOCK_N, Cfg::PANEL_K> b[Cfg::PANELS];
@@ -65,6 +67,7 @@ template <class Cfg, class Out> struct gemm_shared {
     sv_fl<Cfg::SCALED ? Cfg::BLOCK_M : 4> token_scales[Cfg::SCALED ? Cfg::STAGES : 1];
     semaphore inputs_arrived[Cfg::STAGES], inputs_finished[Cfg::STAGES];
     semaphore outputs_arrived[Cfg::CONSUMER_WGS][Cfg::OUT_STAGES], outputs_finished[Cfg::CONSUMER_WGS][Cfg::OUT_STAGES];
+    [[no_unique_address]] More more;
 #ifdef MOE_TK_TRACE
     stamp_room stamps;  // last
 #endif

@@ -28,13 +28,8 @@ struct combine_finish {
     template <int BATCH> __device__ static void run(const call_view &c, const params &p) { combine_and_reduce<BATCH>(c, p); }
 };
 
-template <class Cfg, class Source> struct gather_shared {
-    gemm_shared<Cfg, typename Cfg::T> gemm;  // SwiGLU leaves what GEMM 2 takes
-    typename Source::shared source;
-#ifdef MOE_TK_TRACE
-    stamp_room stamps;  // last
-#endif
-};
+template <class Cfg, class Source>
+using gather_shared = gemm_shared<Cfg, typename Cfg::T, typename Source::shared>;  // SwiGLU leaves what GEMM 2 takes
 template <class Cfg, class Source> constexpr int gather_shared_bytes() {
     static_assert(sizeof(gather_shared<Cfg, Source>) <= kittens::MAX_SHARED_MEMORY, "stages, outputs and the source's part exceed shared memory");
     return int(sizeof(gather_shared<Cfg, Source>));
@@ -56,8 +51,8 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
     const int num_k_blocks = kittens::ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
     stamps_begin(g.gate.call, stamp_kernel::gather_gemm);
     if (threadIdx.x == 0) {
-        Source::init(s.source);
-        init_semaphores<Cfg>(s.gemm);
+        Source::init(s.more);
+        init_semaphores<Cfg>(s);
     }
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
     else __syncthreads();
@@ -68,17 +63,17 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
         kittens::warpgroup::decrease_registers<Cfg::PRODUCER_REGISTERS>();
         const int role = warp - Cfg::CONSUMER_WARPS;
         if (role > 0 && role <= Cfg::CONSUMER_WGS) {
-            store_tasks<Cfg, Epilogue, typename Source::push>(g, s.gemm, rank, role - 1);
+            store_tasks<Cfg, Epilogue, typename Source::push>(g, s, rank, role - 1);
         } else if constexpr (Source::LOADS) {
-            if (role == 0 || role == 3) Source::load(g, p, s.source, s.gemm, rank, num_k_blocks, role == 3);
+            if (role == 0 || role == 3) Source::load(g, p, s.more, s, rank, num_k_blocks, role == 3);
         } else if (role == 0) {
-            if (kittens::elect_one()) load_tasks<Cfg, typename Source::gate>(g, s.gemm, rank, num_k_blocks);
+            if (kittens::elect_one()) load_tasks<Cfg, typename Source::gate>(g, s, rank, num_k_blocks);
         } else if (role == 3) {
-            Source::run(g.gate.call, p, s.source);
+            Source::run(g.gate.call, p, s.more);
         }
     } else {
         kittens::warpgroup::increase_registers<Cfg::CONSUMER_REGISTERS>();
-        consume_tasks<Cfg, Epilogue>(g, s.gemm, rank, num_k_blocks, kittens::warpgroup::groupid());
+        consume_tasks<Cfg, Epilogue>(g, s, rank, num_k_blocks, kittens::warpgroup::groupid());
     }
     if constexpr (Cfg::CLUSTER > 1) {
         __syncwarp();

@@ -17,10 +17,9 @@ enum class stamp_kind : uint32_t {  // moe_tk.trace.kinds names the same, in the
     launch_wait,                                                        // for the launch before this one
     open_send, open_headers, open_count, open_groups, open_pairs, open_tasks,  // open_call: tables
     open_zero, open_export, open_close,                                 // open_call: counters, rows; epoch
-    load_ahead, gate, load,                                             // loader: weights while its gate is shut, the gate, all else
+    load_ahead, gate, load,                                             // loaders: weights while the gate is shut, the gate, all else
     input_wait, multiply, emit, skip,                                   // consumer
     output_wait, store, push,                                           // storer
-    source_wait, move, placed, drain,                                   // mover; of `placed` the end counts
     combine_wait, combine, reduce_wait, reduce                          // whoever combines, a batch at a time
 };
 enum class stamp_kernel : uint32_t { open_call, gather_gemm, gemm_scatter };
@@ -129,13 +128,6 @@ __device__ __forceinline__ void stamp_arrival_group(stamp_kind kind, Semaphore &
     wait(arrived, phase);
     stamp_lap_group(kind, detail);
 }
-// Whole warps: a lap of which only the end counts; the current one goes on.
-__device__ __forceinline__ void stamp_moment_warp(stamp_kind kind, uint32_t detail) {
-    if (threadIdx.x % 32 != 0) return;
-    const uint32_t writer = threadIdx.x / 32, last = stamps().last_ns[writer];
-    stamp_lap(kind, detail);
-    stamps().last_ns[writer] = last;
-}
 // Whole warps: what was since the last lap belongs to no kind.
 __device__ __forceinline__ void stamp_restart() {
     if (threadIdx.x % 32 == 0 && threadIdx.x / 32 < STAMP_WRITERS) stamps().last_ns[threadIdx.x / 32] = uint32_t(stamp_ns());
@@ -153,7 +145,6 @@ __device__ __forceinline__ void stamp_lap_group(stamp_kind, uint32_t) {}
 __device__ __forceinline__ void stamp_lap_block(stamp_kind, uint32_t = 0) {}
 template <class Semaphore> __device__ __forceinline__ void stamp_arrival(stamp_kind, Semaphore &, int, uint32_t) {}
 template <class Semaphore> __device__ __forceinline__ void stamp_arrival_group(stamp_kind, Semaphore &, int, uint32_t) {}
-__device__ __forceinline__ void stamp_moment_warp(stamp_kind, uint32_t) {}
 __device__ __forceinline__ void stamp_restart() {}
 
 #endif
