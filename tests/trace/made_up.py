@@ -67,6 +67,9 @@ def make_call(tables: dict[str, np.ndarray], warpgroups: int = 2) -> MadeUp:
         call.lap(OPEN, block, 0, "export rows", 0, 1_024, 5_120)
     _tiles(call, GATHER, tables["tasks1"], 16_000)
     _tiles(call, SCATTER, tables["tasks2"], 64_000)
+    for block in range(BLOCKS):
+        for warp in range(warps):  # all of them, also one that has nothing else to do
+            call.lanes.setdefault((GATHER, block, warp), []).insert(0, (kind_number("wait for launch"), 0, 9_984, 12_000))
     _batches(call, len(tables["job_order"]), "wait for jobs", "combine", 90_016)
     _batches(call, TOKENS, "wait for partial rows", "reduce", 100_000)
     return call

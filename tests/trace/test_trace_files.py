@@ -110,4 +110,4 @@ def test_a_pixel_shows_what_fills_most_of_it(trace):
                                      & (trace.ranks[0].laps.kernel == GATHER))
     boxes = picture._lane(lane, perfetto.kinds_of("cuda"), -float(lane.begin.min()), float(lane.end.max() - lane.begin.min()), 0)
     kinds = [ElementTree.fromstring(box).find("title").text for box in boxes]
-    assert kinds[:3] == ["load weights", "gate", "load"]
+    assert kinds[:4] == ["wait for launch", "load weights", "gate", "load"]
