@@ -24,7 +24,7 @@ sys.path.insert(0, str(REPO / "tests" / "native"))
 
 from native_programs import RACE_STATUS, compile_command, run_program, verdict_of  # noqa: E402
 
-from moe_tk.runtime.toolchain import find_host_compiler  # noqa: E402
+from moe_tk.builder.toolchain import find_host_compiler  # noqa: E402
 
 NEAR_WRAP = "first_epoch=0xffff8000"  # the 32768th call crosses 2^32
 # (program, share of --calls, options)

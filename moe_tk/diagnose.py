@@ -53,7 +53,7 @@ def _in_bad_fork() -> bool:
 
 def cache_places() -> list[Path]:
     """Folders where verdicts are kept: up to the first that can be written, so that a fresh one is really fresh."""
-    from moe_tk.runtime.cache import cache_folders
+    from moe_tk.builder.cache import cache_folders
 
     places = []
     for folder in cache_folders():

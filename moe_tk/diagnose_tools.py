@@ -13,7 +13,7 @@ from moe_tk.topology.facts import Problem, ToolFact
 
 def read_tools(archs: Sequence[str]) -> tuple[list[ToolFact], list[Problem]]:
     """Facts and problems. archs: of the GPUs here ("sm_90"); without any, nvcc is listed but may be missing."""
-    from moe_tk.runtime import cuda_toolkit, toolchain
+    from moe_tk.builder import cuda_toolkit, toolchain
 
     torch_cuda = cuda_toolkit.torch_cuda_version()
     facts, problems = _read_torch(torch_cuda, bool(archs))
@@ -38,7 +38,7 @@ def _read_torch(torch_cuda: str | None, gpus: bool) -> tuple[list[ToolFact], lis
 
 
 def _read_nvcc(cuda_toolkit, archs: Sequence[str], torch_cuda: str | None) -> tuple[list[ToolFact], list[Problem]]:
-    from moe_tk.runtime.arch import parse_arch
+    from moe_tk.builder.arch import parse_arch
 
     candidates = cuda_toolkit.find_toolkits()
     try:

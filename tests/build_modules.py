@@ -17,11 +17,11 @@ from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
+from moe_tk.builder.build import build_cuda_module, build_host_module
+from moe_tk.builder.cache import make_cache_folder
+from moe_tk.builder.jobs import usable_cores
+from moe_tk.builder.native_root import native_modules
 from moe_tk.errors import BuildError
-from moe_tk.runtime.build import build_cuda_module, build_host_module
-from moe_tk.runtime.cache import make_cache_folder
-from moe_tk.runtime.jobs import usable_cores
-from moe_tk.runtime.native_root import native_modules
 
 ARCH = "90a"
 CORES_OF_A_BUILD = 6  # about as many sources does a module have

@@ -10,11 +10,11 @@ from datetime import timedelta
 from typing import Any
 
 from moe_tk.bench.options import Options
+from moe_tk.builder.build import build_cuda_module, build_host_module
+from moe_tk.builder.native_root import native_modules
 from moe_tk.demo.start import under_launcher
 from moe_tk.errors import ArgumentError, BuildError
-from moe_tk.runtime.build import build_cuda_module, build_host_module
 from moe_tk.runtime.launcher import RankFailure, RankProcesses
-from moe_tk.runtime.native_root import native_modules
 
 BACKENDS = {"cuda": "cpu:gloo,cuda:nccl", "cpu": "gloo"}
 DEFAULT_CPU_WORLD = 2

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import argparse
 
+from moe_tk.builder.arch import Arch, ArchUnknown, resolve_archs
+from moe_tk.builder.build import build_cuda_module, build_host_module
+from moe_tk.builder.native_root import native_modules, native_root
 from moe_tk.config import env
 from moe_tk.errors import BuildError
-from moe_tk.runtime.arch import Arch, ArchUnknown, resolve_archs
-from moe_tk.runtime.build import build_cuda_module, build_host_module
-from moe_tk.runtime.native_root import native_modules, native_root
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

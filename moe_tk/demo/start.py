@@ -9,12 +9,12 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
+from moe_tk.builder.build import build_cuda_module, build_host_module
+from moe_tk.builder.native_root import native_modules
 from moe_tk.demo.options import MAX_WORLD, Options, default_world
 from moe_tk.demo.records import Failure, RankRecord
 from moe_tk.errors import ArgumentError
-from moe_tk.runtime.build import build_cuda_module, build_host_module
 from moe_tk.runtime.launcher import RankFailure, RankProcesses
-from moe_tk.runtime.native_root import native_modules
 
 CUDA_MODULE, CUDA_ARCH = "moe_tk_nvlink", "90a"  # as in moe_tk.runtime.nvlink, which would load it here
 LIMIT_S = 600.0  # of the whole run; every wait inside has its own, shorter limit

@@ -1,1 +1,1 @@
-"""Run-time services: the builder of the native modules, and what launches them."""
+"""Run-time services: launches, sessions and the calls of a layer, on the CPU and over NVLink."""

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_tk.builder.build import build_cuda_module, load_module
+from moe_tk.builder.native_root import native_modules
 from moe_tk.errors import ArgumentError
-from moe_tk.runtime.build import build_cuda_module, load_module
 from moe_tk.runtime.gemm_tiles import POLICY_NORMAL, choose_tile
-from moe_tk.runtime.native_root import native_modules
 
 NAME = "moe_tk_gemm"
 DTYPES = {torch.bfloat16: "bf16", torch.float8_e4m3fn: "e4m3"}

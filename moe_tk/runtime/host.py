@@ -6,10 +6,10 @@ from types import ModuleType
 
 import torch
 
+from moe_tk.builder.build import build_host_module, load_module
 from moe_tk.config import env
 from moe_tk.errors import BuildError
 from moe_tk.memory.layout import CONTROL_BYTES, HEADER_BYTES
-from moe_tk.runtime.build import build_host_module, load_module
 
 NAME = "moe_tk_host"
 SOURCES = ("tk_kernels/bindings/host_module.cpp",)

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from types import ModuleType
 
+from moe_tk.builder.build import build_cuda_module, load_module
+from moe_tk.builder.native_root import native_modules
 from moe_tk.errors import BuildError
 from moe_tk.memory.layout import CONTROL_BYTES
 from moe_tk.memory.nvlink_layout import FLAG_LINE_BYTES, MAX_COL_GROUPS, MAX_GROUPS, MAX_TOKENS, OPEN_CLUSTER
 from moe_tk.planner import FUSED_VARIANTS, FusedVariant
-from moe_tk.runtime.build import build_cuda_module, load_module
-from moe_tk.runtime.native_root import native_modules
 
 NAME = "moe_tk_nvlink"
 ARCH = "90a"

@@ -27,9 +27,9 @@ class ProbesNotRun(Exception):
 
 def build_probe_library(archs: Sequence[str]) -> str:
     """Path of the probe library with an image for each arch ("sm_90", ...). Raises ProbesNotRun."""
-    from moe_tk.runtime.arch import parse_arch
-    from moe_tk.runtime.build import build_cuda_module
-    from moe_tk.runtime.native_root import PROBE_MODULE, native_modules
+    from moe_tk.builder.arch import parse_arch
+    from moe_tk.builder.build import build_cuda_module
+    from moe_tk.builder.native_root import PROBE_MODULE, native_modules
 
     try:
         images = list(dict.fromkeys(parse_arch(arch) for arch in sorted(archs)))

@@ -67,7 +67,7 @@ exec {real} "$@"
 @pytest.fixture
 def copying_cxx(tmp_path, mini_root, monkeypatch) -> Callable[[], int]:
     """CXX is a script that notes each link and delivers a ready module slowly, in two pieces; returns the count."""
-    from moe_tk.runtime.build import build_host_module
+    from moe_tk.builder.build import build_host_module
 
     monkeypatch.setenv("MOE_TK_CACHE_DIR", str(tmp_path / "ready"))
     ready = build_host_module("mini", ["mini.cpp"], root=mini_root)

@@ -6,9 +6,7 @@ import argparse
 
 import pytest
 
-from moe_tk.cli import build as cli_build
-from moe_tk.errors import BuildError
-from moe_tk.runtime.arch import (
+from moe_tk.builder.arch import (
     ArchUnknown,
     check_image,
     check_toolkit,
@@ -17,7 +15,9 @@ from moe_tk.runtime.arch import (
     parse_arch_list,
     resolve_archs,
 )
-from moe_tk.runtime.native_root import native_modules
+from moe_tk.builder.native_root import native_modules
+from moe_tk.cli import build as cli_build
+from moe_tk.errors import BuildError
 
 
 def no_gpu():

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from moe_tk.builder.build import build_host_module
 from moe_tk.errors import BuildError
-from moe_tk.runtime.build import build_host_module
 from tests.build_modules import aside
 
 

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from moe_tk.builder import build as build_module
+from moe_tk.builder.build import build_host_module
+from moe_tk.builder.cache import cache_folders, find_built, make_cache_folder
 from moe_tk.errors import BuildError
-from moe_tk.runtime import build as build_module
-from moe_tk.runtime.build import build_host_module
-from moe_tk.runtime.cache import cache_folders, find_built, make_cache_folder
 
 NOBODY = 65534
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from moe_tk.builder.arch import parse_arch
+from moe_tk.builder.build import build_cuda_module, load_module
+from moe_tk.builder.cuda_toolkit import choose_toolkit, find_toolkits, torch_cuda_version
 from moe_tk.errors import BuildError
-from moe_tk.runtime.arch import parse_arch
-from moe_tk.runtime.build import build_cuda_module, load_module
-from moe_tk.runtime.cuda_toolkit import choose_toolkit, find_toolkits, torch_cuda_version
 
 WGMMA = '__global__ void f() { asm volatile("wgmma.fence.sync.aligned;"); }\n'
 KERNEL = """

@@ -7,11 +7,11 @@ import importlib.util
 import pytest
 from build_helpers import write_program
 
+from moe_tk.builder import cuda_toolkit
+from moe_tk.builder.arch import parse_arch
+from moe_tk.builder.build import build_cuda_module, build_host_module
+from moe_tk.builder.cuda_toolkit import choose_toolkit, find_toolkits
 from moe_tk.errors import BuildError
-from moe_tk.runtime import cuda_toolkit
-from moe_tk.runtime.arch import parse_arch
-from moe_tk.runtime.build import build_cuda_module, build_host_module
-from moe_tk.runtime.cuda_toolkit import choose_toolkit, find_toolkits
 
 
 @pytest.fixture(autouse=True)

@@ -7,10 +7,10 @@ import re
 import pytest
 from build_helpers import write_program
 
+from moe_tk.builder.build import build_host_module
+from moe_tk.builder.hints import HINTS, hint_for
+from moe_tk.builder.steps import StepFailure
 from moe_tk.errors import BuildError
-from moe_tk.runtime.build import build_host_module
-from moe_tk.runtime.hints import HINTS, hint_for
-from moe_tk.runtime.steps import StepFailure
 
 
 def failure(mini_root, **kwargs) -> str:

@@ -7,10 +7,10 @@ import json
 import pytest
 from build_helpers import write_program
 
+from moe_tk.builder import jobs
+from moe_tk.builder.build import build_host_module
+from moe_tk.builder.jobs import BUDGET_BYTES, GIB, count_jobs
 from moe_tk.errors import ArgumentError
-from moe_tk.runtime import jobs
-from moe_tk.runtime.build import build_host_module
-from moe_tk.runtime.jobs import BUDGET_BYTES, GIB, count_jobs
 
 
 @pytest.mark.parametrize(("cores", "free_gib", "budget_gib", "wanted"), [

@@ -14,15 +14,15 @@ import time
 import pytest
 from build_helpers import REPO, processes_with, write_program
 
+from moe_tk.builder.build import build_host_module, load_module
+from moe_tk.builder.cache import BuildLock, publish
 from moe_tk.errors import BuildError
-from moe_tk.runtime.build import build_host_module, load_module
-from moe_tk.runtime.cache import BuildLock, publish
 
 WATCHDOG_S = 60
 
 BUILD_AND_LOAD = """
 import sys
-from moe_tk.runtime.build import build_host_module, load_module
+from moe_tk.builder.build import build_host_module, load_module
 root, *names = sys.argv[1:]
 for name in names:
     path = build_host_module("mini", [name + ".cpp"], root=root)

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
+from moe_tk.builder.build import build_cuda_module, build_host_module, load_module
 from moe_tk.errors import BuildError
-from moe_tk.runtime.build import build_cuda_module, build_host_module, load_module
 
 
 def test_second_call_compiles_nothing(mini_root, cache, counting_cxx):

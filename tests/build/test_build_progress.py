@@ -10,10 +10,10 @@ import sys
 import pytest
 from build_helpers import REPO, run_python, write_program
 
-from moe_tk.runtime.progress import BuildProgress
+from moe_tk.builder.progress import BuildProgress
 
 CODE = """
-from moe_tk.runtime.build import build_host_module
+from moe_tk.builder.build import build_host_module
 build_host_module("mini", ["mini.cpp"], root={root!r})
 """
 

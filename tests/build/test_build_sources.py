@@ -8,11 +8,11 @@ import sysconfig
 import pytest
 from build_helpers import REPO
 
+from moe_tk.builder import native_root as native_root_module
+from moe_tk.builder.build import host_flags
+from moe_tk.builder.native_root import NativeModule, hash_sources, native_modules, native_root
+from moe_tk.builder.toolchain import child_environment, find_host_compiler, find_pybind11
 from moe_tk.errors import BuildError
-from moe_tk.runtime import native_root as native_root_module
-from moe_tk.runtime.build import host_flags
-from moe_tk.runtime.native_root import NativeModule, hash_sources, native_modules, native_root
-from moe_tk.runtime.toolchain import child_environment, find_host_compiler, find_pybind11
 
 HOST_SOURCES = [source for module in native_modules() if module.kind == "host" for source in module.sources]
 
@@ -41,7 +41,7 @@ def test_modules_are_named_after_their_binding(tmp_path):
 
 
 def test_root_of_an_install_comes_first_and_a_missing_one_is_named(tmp_path, monkeypatch):
-    module = tmp_path / "site" / "moe_tk" / "runtime" / "native_root.py"
+    module = tmp_path / "site" / "moe_tk" / "builder" / "native_root.py"
     monkeypatch.setattr(native_root_module, "__file__", str(module))
     with pytest.raises(BuildError, match=r"no folder tk_kernels in .*site/moe_tk/native .*Reinstall"):
         native_root()

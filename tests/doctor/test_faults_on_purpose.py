@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import subprocess
 
-from moe_tk.runtime.native_root import native_root
-from moe_tk.runtime.toolchain import find_host_compiler
+from moe_tk.builder.native_root import native_root
+from moe_tk.builder.toolchain import find_host_compiler
 
 PROGRAM = r"""
 #include <cstdio>

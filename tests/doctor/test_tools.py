@@ -7,7 +7,7 @@ import stat
 import pytest
 
 from moe_tk import diagnose_tools
-from moe_tk.runtime import cuda_toolkit, toolchain
+from moe_tk.builder import cuda_toolkit, toolchain
 from moe_tk.topology.facts import HostFacts, TopologySnapshot
 from moe_tk.topology.findings import find
 from moe_tk.topology.verdict import decide

@@ -16,7 +16,7 @@ from pathlib import Path
 import pybind11
 import pytest
 
-from moe_tk.runtime.cuda_toolkit import find_toolkits
+from moe_tk.builder.cuda_toolkit import find_toolkits
 
 REPO = Path(__file__).resolve().parents[2]
 UNIT = "tests/thunderkittens/unit_module.cu"

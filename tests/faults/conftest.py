@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from moe_tk.runtime.build import build_host_module
+from moe_tk.builder.build import build_host_module
 from moe_tk.runtime.host import FAULT_POINT_FLAGS, NAME, SOURCES
 
 

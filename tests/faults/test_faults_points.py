@@ -11,9 +11,9 @@ import pytest
 from fault_lab import STRUCK, Board, arm, checked_call, inputs, make_layer, run_ranks, values
 from fault_scenarios import FAULT_PHASES
 
-from moe_tk.runtime import toolchain
+from moe_tk.builder import toolchain
+from moe_tk.builder.native_root import native_root
 from moe_tk.runtime.host import FAULT_POINT_FLAGS, SOURCES
-from moe_tk.runtime.native_root import native_root
 
 POINT = re.compile(r"^.*(MOE_TK_FAULT_POINT\(.*\)|fault_points\.hpp\").*\n", re.MULTILINE)
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from native_programs import HERE, REPO, compile_command
 
-from moe_tk.runtime.arch import parse_arch
-from moe_tk.runtime.cuda_toolkit import choose_toolkit, find_toolkits, torch_cuda_version
-from moe_tk.runtime.toolchain import find_host_compiler
+from moe_tk.builder.arch import parse_arch
+from moe_tk.builder.cuda_toolkit import choose_toolkit, find_toolkits, torch_cuda_version
+from moe_tk.builder.toolchain import find_host_compiler
 
 CUDA_FLAGS = ("-std=c++20", "-O3", "--expt-relaxed-constexpr", "-Werror=all-warnings", f"-I{REPO}")
 

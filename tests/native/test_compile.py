@@ -8,7 +8,7 @@ import subprocess
 import pytest
 from native_tools import CUDA_FLAGS, HERE, REPO, host_compiler, nvcc, run_checked
 
-from moe_tk.runtime.toolchain import find_pybind11, find_python_headers
+from moe_tk.builder.toolchain import find_pybind11, find_python_headers
 
 ARCHS = ("90a", "120a", "100a", "89")
 CHECK = str(HERE / "device_check.cu")

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moe_tk.builder.cuda_toolkit import find_toolkits
+from moe_tk.builder.native_root import native_root
 from moe_tk.memory.nvlink import NvlinkWorkspace
 from moe_tk.memory.nvlink_layout import NvlinkGeometry, row_items, symmetric_items, table_items
-from moe_tk.runtime.cuda_toolkit import find_toolkits
-from moe_tk.runtime.native_root import native_root
 
 GUARD, GUARD_BYTE, POISON = 256, 0xEE, 0xFF  # POISON: NaN in every element type
 EMULATOR = Path(__file__).parent / "emulator"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from moe_tk.runtime.toolchain import find_host_compiler
+from moe_tk.builder.toolchain import find_host_compiler
 
 HERE = Path(__file__).parent
 REPO = HERE.parents[1]

@@ -16,6 +16,8 @@ import torch
 import moe_tk
 from moe_tk import reference
 from moe_tk.back_end import decide_back_end
+from moe_tk.builder.arch import parse_arch
+from moe_tk.builder.cuda_toolkit import choose_toolkit, find_toolkits, torch_cuda_version
 from moe_tk.cuda_layer import CudaMoELayer
 from moe_tk.errors import (
     ArgumentError,
@@ -39,8 +41,6 @@ from moe_tk.memory.nvlink_layout import (
 )
 from moe_tk.planner import FUSED_VARIANTS
 from moe_tk.runtime import nvlink_session
-from moe_tk.runtime.arch import parse_arch
-from moe_tk.runtime.cuda_toolkit import choose_toolkit, find_toolkits, torch_cuda_version
 from moe_tk.runtime.launch import SWIGLU, Activation
 from moe_tk.runtime.nvlink_layer import NvlinkLayer, engine_weights, one_limit, tiled
 from moe_tk.runtime.nvlink_session import CAPACITY, DISAGREE, RECORD, RECORDS_OFFSET, REFUSED, NvlinkSession, note_lost, usable_sms

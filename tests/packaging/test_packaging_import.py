@@ -36,7 +36,7 @@ def test_import_loads_no_heavy_module():
 
 
 def test_builder_and_command_line_load_no_torch():
-    loaded = loaded_by("import moe_tk.runtime.build, moe_tk.cli.main, moe_tk.cli.build")
+    loaded = loaded_by("import moe_tk.builder.build, moe_tk.cli.main, moe_tk.cli.build")
     assert not [name for name in loaded if name.partition(".")[0] in ("torch", "numpy", "rich", "pynvml")]
 
 
@@ -56,7 +56,7 @@ def test_import_is_fast():
 
 @pytest.mark.parametrize("category", ["FutureWarning", "DeprecationWarning", "ImportWarning"])
 def test_doc_22_import_gives_no_warning(category):
-    code = "import moe_tk, moe_tk.runtime.build, moe_tk.cli.build, moe_tk.cli.main"
+    code = "import moe_tk, moe_tk.builder.build, moe_tk.cli.build, moe_tk.cli.main"
     done = python("-W", f"error::{category}", "-c", code)
     assert (done.returncode, done.stderr) == (0, "")
 

@@ -69,7 +69,7 @@ def test_wheel_has_the_command_and_the_record_of_all_files(installed):
 
 
 def test_installed_package_finds_its_own_sources(installed, tmp_path):
-    out = run(sys.executable, "-c", "from moe_tk.runtime.native_root import *; print(native_root(), native_modules())",
+    out = run(sys.executable, "-c", "from moe_tk.builder.native_root import *; print(native_root(), native_modules())",
               cwd=tmp_path, PYTHONPATH=str(installed))
     root, _, modules = out.partition(" ")
     assert root == str(installed / "moe_tk" / "native")
@@ -78,8 +78,8 @@ def test_installed_package_finds_its_own_sources(installed, tmp_path):
 
 def test_installed_sources_are_complete(installed, tmp_path):
     """Every header that the host module includes is there: its source compiles against the installed tree alone."""
-    from moe_tk.runtime.build import host_flags
-    from moe_tk.runtime.toolchain import child_environment, find_host_compiler, find_pybind11
+    from moe_tk.builder.build import host_flags
+    from moe_tk.builder.toolchain import child_environment, find_host_compiler, find_pybind11
 
     compiler = find_host_compiler().require()
     native = installed / "moe_tk" / "native"
@@ -129,7 +129,7 @@ def test_editable_install_uses_the_folders_of_the_checkout(tmp_path):
     with zipfile.ZipFile(archive) as wheel:
         wheel.extractall(site)
     assert not [name for name in files_of(site) if "native" in name]
-    code = (f"import site; site.addsitedir({str(site)!r}); import moe_tk; from moe_tk.runtime.native_root import *; "
+    code = (f"import site; site.addsitedir({str(site)!r}); import moe_tk; from moe_tk.builder.native_root import *; "
             "print(native_root()); print(moe_tk.__file__)")
     lines = run(sys.executable, "-I", "-S", "-c", code, cwd=tmp_path).splitlines()
     assert lines == [str(checkout), str(checkout / "moe_tk" / "__init__.py")]

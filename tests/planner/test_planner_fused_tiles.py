@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_tk.builder.native_root import native_root
 from moe_tk.planner import FUSED_VARIANTS, FusedVariant, choose_variant, row_block_of, variant_index
 from moe_tk.planner.fused_tiles import expected_blocks
-from moe_tk.runtime.native_root import native_root
 
 SHAPES = {"mixtral-8x7b": (8, 2), "qwen3-30b-a3b": (128, 8), "deepseek-v3": (256, 8), "seed": (64, 8)}  # experts, top k
 DTYPES = sorted(FUSED_VARIANTS)

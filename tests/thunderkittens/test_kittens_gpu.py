@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from moe_tk.runtime.build import load_module
+from moe_tk.builder.build import load_module
 from tests.build_modules import kittens_unit
 
 pytestmark = pytest.mark.gpu

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from moe_tk.runtime.arch import parse_arch
-from moe_tk.runtime.cuda_toolkit import choose_toolkit, find_toolkits, torch_cuda_version
+from moe_tk.builder.arch import parse_arch
+from moe_tk.builder.cuda_toolkit import choose_toolkit, find_toolkits, torch_cuda_version
 from moe_tk.runtime.stamps import KERNELS, WRITERS, stamp_sizes
 from moe_tk.trace.kinds import GPU_KINDS
 

@@ -21,16 +21,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 
+from moe_tk.builder import cuda_toolkit, toolchain
+from moe_tk.builder.arch import parse_arch
+from moe_tk.builder.cache import BuildLock, find_built, make_cache_folder, make_work_folder, publish
+from moe_tk.builder.hints import hint_for
+from moe_tk.builder.jobs import BUDGET_BYTES, count_jobs, free_memory, usable_cores
+from moe_tk.builder.native_root import hash_sources, native_root
+from moe_tk.builder.progress import BuildProgress
+from moe_tk.builder.steps import Step, StepFailure, run_steps
 from moe_tk.config import env
 from moe_tk.errors import BuildError
-from moe_tk.runtime import cuda_toolkit, toolchain
-from moe_tk.runtime.arch import parse_arch
-from moe_tk.runtime.cache import BuildLock, find_built, make_cache_folder, make_work_folder, publish
-from moe_tk.runtime.hints import hint_for
-from moe_tk.runtime.jobs import BUDGET_BYTES, count_jobs, free_memory, usable_cores
-from moe_tk.runtime.native_root import hash_sources, native_root
-from moe_tk.runtime.progress import BuildProgress
-from moe_tk.runtime.steps import Step, StepFailure, run_steps
 
 __all__ = ["build_cuda_module", "build_host_module", "host_flags", "load_module", "native_root"]
 

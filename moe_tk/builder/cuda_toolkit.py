@@ -13,10 +13,10 @@ import shutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from moe_tk.builder.arch import FIRST_CUDA_WITH_CPP20, Arch, check_toolkit
+from moe_tk.builder.toolchain import run_probe
 from moe_tk.config import env
 from moe_tk.errors import BuildError
-from moe_tk.runtime.arch import FIRST_CUDA_WITH_CPP20, Arch, check_toolkit
-from moe_tk.runtime.toolchain import run_probe
 
 # All that a build uses of a toolkit, relative to its folder: no object dumper, no runtime library outside of it.
 USED_FILES = ("bin/nvcc", "bin/ptxas", "bin/cudafe++", "bin/fatbinary", "nvvm/bin/cicc", "include/cuda_runtime.h",

@@ -1,0 +1,1 @@
+"""Builds the native modules: toolchains, a cache that processes share, sources."""
