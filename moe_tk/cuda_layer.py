@@ -112,7 +112,7 @@ class CudaMoELayer(CpuMoELayer):
                         *explain_fusion(self._calls.choice, g.max_tokens))}
         reasons = (*why[pattern],
                    "row blocks of 64 for calls with few rows per expert, of 128 for others; tiles of 128 columns instead of 256 "
-                   "where experts have few rows, and in GEMM 2 where that saves a part of a round of tiles",
+                   "where experts have few rows",
                    f"{sms} blocks in each GEMM; in two_kernel a warp of each moves rows in GEMM 1 and combines in GEMM 2, the "
                    "others join it",
                    "receivers read each wanted row once and write it to all its slots")

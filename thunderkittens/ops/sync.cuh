@@ -33,19 +33,6 @@ __device__ __forceinline__ bool test_wait(semaphore &sem, uint32_t phase) {
     return done != 0;
 }
 
-// The same without waiting at all.
-__device__ __forceinline__ bool is_complete(semaphore &sem, uint32_t phase) {
-    uint32_t done;
-    asm volatile(
-        "{ .reg .pred p;\n"
-        "mbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, p; }"
-        : "=r"(done)
-        : "r"(shared_address(&sem)), "r"(phase)
-        : "memory");
-    return done != 0;
-}
-
 __device__ __forceinline__ uint64_t global_timer_ns() {
     uint64_t now;
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now)::"memory");

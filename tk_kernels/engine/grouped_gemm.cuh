@@ -67,14 +67,13 @@ __device__ __forceinline__ void promote(rt_fl<16, N> &acc, const rt_fl<16, PART>
     }
 }
 
-// 128 columns of one stage, from zero to the end; `meanwhile` is done beside it.
-template <class Cfg, int PART_IDX, class Stage, int PART, class Meanwhile>
-__device__ __forceinline__ void multiply_part(Stage &in, int wg, rt_fl<16, PART> &partial, Meanwhile &&meanwhile) {
+// 128 columns of one stage, from zero to the end.
+template <class Cfg, int PART_IDX, class Stage, int PART>
+__device__ __forceinline__ void multiply_part(Stage &in, int wg, rt_fl<16, PART> &partial) {
     warpgroup::mma_fence(partial);
     warpgroup::mm_ABt(partial, in.a[0].template row_slab<Cfg::WG_ROWS>(wg / Cfg::WGS_N),
                       in.b[0].template row_slab<PART>((wg % Cfg::WGS_N) * (Cfg::WG_COLS / PART) + PART_IDX));
     warpgroup::mma_commit_group();
-    meanwhile();
     warpgroup::mma_async_wait<0>(partial);
 }
 
@@ -92,31 +91,18 @@ __device__ __forceinline__ void multiply_scaled(const G &g, Shared &s, ring_posi
 #pragma unroll
         for (int k = 0; k < 4; ++k) acc.tiles[0][i].data[k] = float2{0.0f, 0.0f};
     rt_fl<16, PART> partial;
-    // Where stages are filled by copies, the next one is looked at while the tensor cores are busy: a fence in front of a stage's
-    // first product would be seen, since each one is waited for.
-    bool awaited = false;
-    const auto nothing = [] {};
-    const auto look_ahead = [&](bool more) {
-        if constexpr (Cfg::LOADERS > 1) {
-            ring_position<Cfg::STAGES> next = at;
-            next.advance();
-            awaited = more && __all_sync(0xffffffff, is_complete(s.inputs_arrived[next.stage], next.phase));
-            if (awaited) fence_proxy_async_shared();
-        }
-    };
     for (int k = 0; k < num_k_blocks; ++k, at.advance()) {
         float2 col_scale = __ldg(g.scales.weights + col_scale_at);
-        if (!awaited) await_inputs<Cfg>(s, at);
+        await_inputs<Cfg>(s, at);
         auto &in = s.inputs[at.stage];
         const auto &scales = s.token_scales[at.stage];
         const float row_scale[2] = {scales[row], scales[row + 8]};
-        if constexpr (PARTS == 1) multiply_part<Cfg, 0>(in, wg, partial, [&] { look_ahead(k + 1 < num_k_blocks); });
-        else multiply_part<Cfg, 0>(in, wg, partial, nothing);
+        multiply_part<Cfg, 0>(in, wg, partial);
         if constexpr (PARTS == 1) finish_inputs<Cfg>(s, at.stage);
         promote<0>(acc, partial, row_scale, col_scale);
         if constexpr (PARTS == 2) {
             col_scale = __ldg(g.scales.weights + col_scale_at + apart);
-            multiply_part<Cfg, 1>(in, wg, partial, [&] { look_ahead(k + 1 < num_k_blocks); });
+            multiply_part<Cfg, 1>(in, wg, partial);
             finish_inputs<Cfg>(s, at.stage);
             promote<PART / 16>(acc, partial, row_scale, col_scale);
         }
