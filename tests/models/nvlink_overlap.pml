@@ -1,13 +1,13 @@
 // The two GEMMs of one rank over NVLink: gemm_scatter starts while gather_gemm ends (programmatic launch), gated row block by row
-// block. The loaders of gather_gemm read a row where its owner has sent it, for each tile anew; the owner sends the next call's row
+// block. open_call ends when the rows are there; the loaders of gather_gemm read a row where its owner has sent it, for each tile anew; the owner sends the next call's row
 // to the same place when it has the partial row of this one. Two multiprocessors, two row blocks of one slot, two column blocks of
 // GEMM 1 and one of GEMM 2, one job for the token whose slots are in both row blocks.
 //
 //@ holds three_calls -DCALLS=3
 //@ holds small_calls -DCALLS=3 -DROW_BLOCKS=1 | a block of each GEMM has no tiles
 //@ holds waits_fail -DCALLS=1 -DROW_BLOCKS=1 -DFAULT | any waits may be given up at any time, also several before anybody was told
-//@ refuted ONE_BLOCK_WAITS assertion | only one block of gather_gemm waits until the rows are there
-//@ refuted WAITS_IN_FIRST_CALL assertion | a block waits for rows that were ever posted, not for those of its call
+//@ refuted NO_ROWS_WAIT assertion | open_call ends before the rows of the other ranks are there
+//@ refuted WAITS_IN_FIRST_CALL assertion | open_call waits for rows that were ever posted, not for those of its call
 //@ refuted GATE_ONE_LESS assertion | GEMM 2 begins when all but one column block of GEMM 1 is done
 //@ refuted NO_PREREQUISITE_WAIT assertion -DROW_BLOCKS=1 | what finishes does not wait for the end of gather_gemm: the next call's tables are written while a block may still read its tasks
 //@ refuted RELAXED_TILES assertion | counting a finished tile of GEMM 1 does not release it to GEMM 2
@@ -23,7 +23,8 @@
 #define SCATTER(i) (2 + (i))
 #define SPARE 4
 #define OWNER 5
-#define BLOCKS 6
+#define STREAM 6
+#define BLOCKS 7
 
 #define X(b) (b)                        // expert output of a row block
 #define ACTIVATED(b, c) (2 + 2 * (b) + (c))
@@ -65,22 +66,6 @@ bool claimed, flag;           // record_claim, this rank's abort flag
 #endif
 
 #define GATHERS_GONE (gone[0] + gone[1])
-
-// open_call, launch after launch of one stream
-proctype stream() {
-    byte call = 1;
-    do
-    :: call <= CALLS ->
-        left == 2 * (call - 1);      // gemm_scatter is over
-        assert(combined == call - 1);
-        d_step {
-            l1_done[0] = 0; l1_done[1] = 0; l2_done[0] = 0; l2_done[1] = 0; next_item = 0;
-            opened = call
-        };
-        call++
-    :: else -> break
-    od
-}
 
 // nvlink::give_up
 inline give_up(b) {
@@ -129,19 +114,37 @@ proctype owner() {
     od
 }
 
-// wait_for_rows: once a block, before its first tile
-inline wait_for_rows() {
+// await_rows
+inline await_rows() {
 #ifdef WAITS_IN_FIRST_CALL
 #define POSTED (mem[ROWS_POSTED] >= 1)
-#elif defined(ONE_BLOCK_WAITS)
-#define POSTED (i == 1 || mem[ROWS_POSTED] >= call)
+#elif defined(NO_ROWS_WAIT)
+#define POSTED true
 #else
 #define POSTED (mem[ROWS_POSTED] >= call)
 #endif
     if
     :: POSTED
-    :: failing && !POSTED -> give_up(TILES(i))
+    :: failing && !POSTED -> give_up(STREAM)
     fi
+}
+
+// open_call, launch after launch of one stream
+proctype stream() {
+    byte call = 1;
+    bool ok;
+    do
+    :: call <= CALLS ->
+        left == 2 * (call - 1);      // gemm_scatter is over
+        assert(combined == call - 1);
+        await_rows();
+        d_step {
+            l1_done[0] = 0; l1_done[1] = 0; l2_done[0] = 0; l2_done[1] = 0; next_item = 0;
+            opened = call; ok = false
+        };
+        call++
+    :: else -> break
+    od
 }
 
 inline tile(b, col) {
@@ -168,12 +171,11 @@ proctype tiles(bit i) {
     :: call <= CALLS ->
         d_step { opened >= call -> started++ };
 #if ROW_BLOCKS == 2
-        wait_for_rows();
         tile(i, 0);
         tile(1 - i, 1);
 #else
         if
-        :: i == 0 -> wait_for_rows(); tile(0, 0); tile(0, 1)
+        :: i == 0 -> tile(0, 0); tile(0, 1)
         :: else
         fi;
 #endif

@@ -31,6 +31,8 @@ struct gemm_config {
     // 128 of K, 128 columns at a time.
     static constexpr bool SCALED = sizeof(T) == 1;
     static constexpr int SCALE_BLOCK = 128;
+    // How many scales of a row, of consecutive blocks of K, come together: they share a place of token_scales.
+    static constexpr int SCALE_RUN = 1;
     // setmaxnreg: what a thread has at launch is divided anew. 504 registers x 128 threads for two consumer warpgroups.
     static constexpr int PRODUCER_REGISTERS = CONSUMER_WGS == 1 ? 40 : 56, CONSUMER_REGISTERS = CONSUMER_WGS == 1 ? 240 : 224;
     static_assert(CONSUMER_WGS == 1 || CONSUMER_WGS == 2, "one or two consumer warpgroups");

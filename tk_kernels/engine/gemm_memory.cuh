@@ -64,13 +64,23 @@ template <class Cfg, class Out, class More = nothing_more> struct gemm_shared {
     };
     stage inputs[Cfg::STAGES];
     out_tile<Out> outputs[Cfg::CONSUMER_WGS][Cfg::OUT_STAGES];
-    sv_fl<Cfg::SCALED ? Cfg::BLOCK_M : 4> token_scales[Cfg::SCALED ? Cfg::STAGES : 1];
+    sv_fl<Cfg::SCALED ? Cfg::BLOCK_M * Cfg::SCALE_RUN : 4> token_scales[Cfg::SCALED ? Cfg::STAGES : 1];  // by run, [row][block of K]
     semaphore inputs_arrived[Cfg::STAGES], inputs_finished[Cfg::STAGES];
     semaphore outputs_arrived[Cfg::CONSUMER_WGS][Cfg::OUT_STAGES], outputs_finished[Cfg::CONSUMER_WGS][Cfg::OUT_STAGES];
     [[no_unique_address]] More more;
 #ifdef MOE_TK_TRACE
     stamp_room stamps;  // last
 #endif
+};
+
+// The place of token_scales that the blocks of K of a task take their scales from, one after the other; loaders and consumers count
+// alike. With as many places as stages a run's place is free when the stage of the first block of the run in its place is.
+template <class Cfg> struct scale_place {
+    int place = 0;
+    __device__ __forceinline__ void advance() { place = place + 1 == Cfg::STAGES ? 0 : place + 1; }
+    __device__ __forceinline__ void skip(int num_k_blocks) { place = (place + ceil_div(num_k_blocks, Cfg::SCALE_RUN)) % Cfg::STAGES; }
+    __device__ __forceinline__ static bool begins(int k) { return k % Cfg::SCALE_RUN == 0; }
+    __device__ __forceinline__ static bool ends(int k, int num_k_blocks) { return begins(k + 1) || k + 1 == num_k_blocks; }
 };
 
 // Dynamic shared memory of a launch.

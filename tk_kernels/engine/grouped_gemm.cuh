@@ -80,7 +80,7 @@ __device__ __forceinline__ void multiply_part(Stage &in, int wg, rt_fl<16, PART>
 // e4m3: each 128 of K is summed by the tensor core, then added in fp32 with its scales.
 template <class Cfg, class G, class Shared, int N>
 __device__ __forceinline__ void multiply_scaled(const G &g, Shared &s, ring_position<Cfg::STAGES> &at, int num_k_blocks, int wg,
-                                                const tile_task &t, rt_fl<16, N> &acc) {
+                                                const tile_task &t, scale_place<Cfg> &run, rt_fl<16, N> &acc) {
     constexpr int PART = Cfg::SCALE_BLOCK, PARTS = N / PART;
     const int row = (wg / Cfg::WGS_N) * Cfg::WG_ROWS + warpgroup::warp_in_group() * 16 + laneid() / 4;
     const int first = t.col_block * (Cfg::BLOCK_N / PART) + (wg % Cfg::WGS_N) * PARTS;
@@ -92,11 +92,13 @@ __device__ __forceinline__ void multiply_scaled(const G &g, Shared &s, ring_posi
         for (int k = 0; k < 4; ++k) acc.tiles[0][i].data[k] = float2{0.0f, 0.0f};
     rt_fl<16, PART> partial;
     for (int k = 0; k < num_k_blocks; ++k, at.advance()) {
+        await_inputs<Cfg>(s, at);  // its fence waits for this thread's loads: none may be under way
         float2 col_scale = __ldg(g.scales.weights + col_scale_at);
-        await_inputs<Cfg>(s, at);
         auto &in = s.inputs[at.stage];
-        const auto &scales = s.token_scales[at.stage];
-        const float row_scale[2] = {scales[row], scales[row + 8]};
+        const auto &scales = s.token_scales[run.place];
+        const int scale_at = row * Cfg::SCALE_RUN + k % Cfg::SCALE_RUN;
+        const float row_scale[2] = {scales[scale_at], scales[scale_at + 8 * Cfg::SCALE_RUN]};
+        if (run.ends(k, num_k_blocks)) run.advance();
         multiply_part<Cfg, 0>(in, wg, partial);
         if constexpr (PARTS == 1) finish_inputs<Cfg>(s, at.stage);
         promote<0>(acc, partial, row_scale, col_scale);
@@ -143,14 +145,16 @@ template <class Cfg, class Epilogue, class G, class Shared>
 __device__ void consume_tasks(const G &g, Shared &s, int rank, int num_k_blocks, int wg) {
     ring_position<Cfg::STAGES> in;
     ring_position<Cfg::OUT_STAGES> out;
+    [[maybe_unused]] scale_place<Cfg> run;
     for_each_task<Cfg::CLUSTER>(g.tasks, Cfg::BLOCK_M, rank, [&](const cluster_work &w) {
         stamp_arrival_group(stamp_kind::input_wait, s.inputs_arrived[in.stage], in.phase, stamp_tile(w.task));
         if (!has_rows<Cfg>(w, wg)) {
             skip<Cfg>(s, in, num_k_blocks);
+            if constexpr (Cfg::SCALED) run.skip(num_k_blocks);
             return stamp_lap_group(stamp_kind::skip, stamp_tile(w.task));
         }
         rt_fl<16, Cfg::WG_COLS> acc;
-        if constexpr (Cfg::SCALED) multiply_scaled<Cfg>(g, s, in, num_k_blocks, wg, w.task, acc);
+        if constexpr (Cfg::SCALED) multiply_scaled<Cfg>(g, s, in, num_k_blocks, wg, w.task, run, acc);
         else multiply<Cfg>(s, in, num_k_blocks, wg, acc);
         stamp_lap_group(stamp_kind::multiply, stamp_tile(w.task));
         emit_chunks<Cfg, Epilogue>(g.epilogue, s, out, w.task, wg, acc);

@@ -135,7 +135,17 @@ __device__ __forceinline__ void let_routing_go_first(const open_globals &g, uint
     while (!protocol::reached(load_relaxed_sys(g.routing_sent), epoch) && now_ns() - begin < LIMIT_NS) nap_ns(100);
 }
 
-// ORDER rows: the rows, then the last block's st.release.sys of the epoch; wait_for_rows and row_placer acquire it.
+// The last block to have sent waits for the rows of the other ranks, while the building cluster is at its tables: when open_call is
+// over all rows are there, so that whoever reads them waits for its end and for nothing else. Rows that this rank sends to
+// itself (e4m3) are its own blocks' work. After a wait that was given up the call goes on with whatever rows there are.
+// ORDER rows: a lane for each rank acquires what its last sending block releases; then the end of this grid.
+__device__ __forceinline__ void await_rows(const call_view &c, uint32_t epoch) {
+    const int from = int(threadIdx.x);
+    if (from < c.world && from != c.rank)
+        spin_until(c.rows_posted(c.rank, from), epoch, c, {phase_id::dispatch, role_id::place, from, from});
+}
+
+// ORDER rows: the rows, then the last block's st.release.sys of the epoch, which await_rows of the other ranks acquires.
 // A row's place is free: whoever read it in the call before owed this rank a partial row, and that call is done. Where no
 // partial row was owed (dispatch_gemm), its reader's header of this call says so.
 __device__ __forceinline__ void export_rows(const open_globals &g, uint32_t epoch) {
@@ -161,11 +171,18 @@ __device__ __forceinline__ void export_rows(const open_globals &g, uint32_t epoc
     }
     __syncthreads();
     stamp_lap_block(stamp_kind::open_export);
-    if (threadIdx.x != 0) return;
-    fence_sys();
-    if (fetch_inc_wrap_acq_rel_gpu(g.copies_done, num_blocks - 1) != uint32_t(num_blocks - 1)) return;
-    fence_sys();
-    for (int to = 0; to < c.world; ++to) store_release_sys(c.rows_posted(to, c.rank), epoch);
+    if (threadIdx.x >= 32) return;
+    bool last = false;
+    if (threadIdx.x == 0) {
+        fence_sys();
+        last = fetch_inc_wrap_acq_rel_gpu(g.copies_done, num_blocks - 1) == uint32_t(num_blocks - 1);
+        fence_sys();
+        for (int to = 0; last && to < c.world; ++to) store_release_sys(c.rows_posted(to, c.rank), epoch);
+    }
+    if (!__shfl_sync(0xffffffff, int(last), 0) || g.hidden_states == nullptr) return;  // without rows nobody reads any
+    await_rows(c, epoch);
+    __syncwarp();
+    stamp_lap_block(stamp_kind::open_rows);
 }
 
 }  // namespace moe_tk::nvlink

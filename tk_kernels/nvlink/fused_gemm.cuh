@@ -53,10 +53,12 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gather_gemm(
     if (threadIdx.x == 0) {
         Source::init(s.more);
         init_semaphores<Cfg>(s);
+        kittens::tma::prefetch_descriptor(&g.weights.tma_maps[0]);
+        kittens::tma::prefetch_descriptor(&g.out.tma_maps[0]);
     }
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
     else __syncthreads();
-    kittens::wait_prerequisite_grids();    // the tables
+    kittens::wait_prerequisite_grids();    // the tables, and what they speak of
     stamp_lap_warp(stamp_kind::launch_wait, 0);
     kittens::launch_dependent_grids();     // gemm_scatter takes over each multiprocessor as it becomes free
     if (warp >= Cfg::CONSUMER_WARPS) {
@@ -94,7 +96,12 @@ __global__ __launch_bounds__(Cfg::NUM_THREADS, 1) void gemm_scatter(
     const int warp = kittens::warpid(), rank = Cfg::CLUSTER == 1 ? 0 : kittens::cluster_ctarank();
     const int num_k_blocks = kittens::ceil_div(int(g.tokens.cols), Cfg::BLOCK_K);
     stamps_begin(c, stamp_kernel::gemm_scatter);
-    if (threadIdx.x == 0) init_semaphores<Cfg>(s);
+    if (threadIdx.x == 0) {
+        init_semaphores<Cfg>(s);
+        kittens::tma::prefetch_descriptor(&g.tokens.tma_maps[0]);
+        kittens::tma::prefetch_descriptor(&g.weights.tma_maps[0]);
+        kittens::tma::prefetch_descriptor(&g.out.tma_maps[0]);
+    }
     if constexpr (Cfg::CLUSTER > 1) kittens::cluster_sync();
     else __syncthreads();
     if (warp >= Cfg::CONSUMER_WARPS) {

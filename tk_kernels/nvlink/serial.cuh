@@ -3,6 +3,7 @@
 #pragma once
 
 #include "combine.cuh"
+#include "row_sources.cuh"
 
 namespace moe_tk::nvlink {
 
@@ -20,30 +21,20 @@ class row_placer {
         : c_(c), p_(p), lane_(kittens::laneid()), vectors_(c.hidden / 8) {}
 
     // Few rows are cut into slices, so that all warps have something.
-    __device__ void run() {
+    __device__ void run() const {
         const int num_rows = __ldg(p_.counts + COUNT_JOBS), warps = gridDim.x * blockDim.x / 32;
         const int slices = max(1, min(vectors_ / STEP, warps / max(1, num_rows)));
         for (int item = int((blockIdx.x * blockDim.x + threadIdx.x) / 32); item < num_rows * slices; item += warps) {
             const int row = __ldg(p_.job_order + item / slices), slice = item % slices;
-            const uint4 *from = find(row);
-            if (from == nullptr) return;
-            place(row, from, slice * vectors_ / slices, (slice + 1) * vectors_ / slices);
+            place(row, find(row), slice * vectors_ / slices, (slice + 1) * vectors_ / slices);
         }
     }
 
   private:
     static constexpr int BATCH = 4, STEP = 32 * BATCH;  // vectors of 16 bytes that a lane, a warp has in flight
 
-    // Where the row lies; nullptr on abort. ORDER rows: acquires what export_rows of its owner releases.
-    __device__ const uint4 *find(int row) {
-        const int source = row / c_.max_tokens, token = row % c_.max_tokens;
-        if (source == c_.rank) return reinterpret_cast<const uint4 *>(p_.tokens + int64_t(token) * c_.hidden);
-        if (!(ready_ >> source & 1)) {
-            const bool ok = spin_until(c_.rows_posted(c_.rank, source), *c_.epoch_ptr, c_, {phase_id::dispatch, role_id::place, token, source});
-            if (!__all_sync(0xffffffff, ok)) return nullptr;
-            ready_ |= 1u << source;
-        }
-        return reinterpret_cast<const uint4 *>(c_.row<const bf16>(c_.rank, source, token));
+    __device__ const uint4 *find(int row) const {
+        return reinterpret_cast<const uint4 *>(row_of_pair(c_, p_.tokens, row * c_.top_k));
     }
     __device__ void place(int row, const uint4 *from, int first, int last) const {
         const int mine = lane_ < c_.top_k ? __ldg(p_.slots + int64_t(row) * c_.top_k + lane_) : -1;
@@ -66,14 +57,13 @@ class row_placer {
     const call_view &c_;
     const place_params &p_;
     const int lane_, vectors_;
-    uint32_t ready_ = 0;
 };
 
 // Roles: every warp places rows. No block waits for another one.
 constexpr int PLACE_THREADS = 1024;
 __global__ __launch_bounds__(PLACE_THREADS, 1) void place_all(const __grid_constant__ call_view c,
                                                              const __grid_constant__ place_params p) {
-    kittens::wait_prerequisite_grids();  // the tables
+    kittens::wait_prerequisite_grids();  // the tables and the rows
     row_placer(c, p).run();
 }
 

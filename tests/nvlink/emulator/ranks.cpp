@@ -201,10 +201,7 @@ class rank_stream {
     }
     // A loader warp and whoever computes behind it, in one.
     template <int CLUSTER> void multiply1() const {
-        bool waited = false;
         for_each_task<CLUSTER>(list(false), g_.row_block, blockIdx.x % CLUSTER, [&](const cluster_work &w) {
-            if (!waited) wait_for_rows(c_);
-            waited = true;
             if (w.ghost() || kittens::laneid() != 0) return;
             tile1(w.task, true);
             emulator::yield();
