@@ -45,9 +45,9 @@ def subtitle(line: dict[str, Any]) -> str:
 def show_times(console: Console, lines: list[dict[str, Any]]) -> list[str]:
     """The table; returns what must be said below it."""
     everybody = [contender for line in lines for contender in line["contenders"]]
-    ours = {contender["name"]: contender["ours"] for contender in everybody if contender["state"] != "not available"}
-    names, kinds = list(ours), [kind for kind in ("eager", "sustained") if any(extra(line, kind) for line in lines)]
-    columns = [f"{name}\n{'ours' if ours[name] else 'rival'}" for name in names] + ["ours /\nfloor", "ours /\nrival"]
+    sides = {contender["name"]: side_of(contender) for contender in everybody if contender["state"] != "not available"}
+    names, kinds = list(sides), [kind for kind in ("eager", "sustained") if any(extra(line, kind) for line in lines)]
+    columns = [f"{name}\n{side}" for name, side in sides.items()] + ["ours /\nfloor", "ours /\nrival"]
     table = simple_table("T", "floor", *columns, *(f"{kind}\n(best ours)" for kind in kinds), gap=1)
     reasons = dict.fromkeys(f"{contender['name']}: not available: {contender['why']}" for contender in everybody
                             if contender["state"] == "not available")
@@ -64,6 +64,11 @@ def show_times(console: Console, lines: list[dict[str, Any]]) -> list[str]:
     return list(reasons)
 
 
+def side_of(contender: dict[str, Any]) -> str:
+    """What stands below its name."""
+    return ("baseline" if contender["against"] else "ours") if contender["ours"] else "rival"
+
+
 def cell(contender: dict[str, Any], line: dict[str, Any], reasons: dict[str, None]) -> str:
     """One number, with a mark when it is not of calls in a graph; reasons grows by why there is none."""
     us = time_of(contender)
@@ -72,7 +77,7 @@ def cell(contender: dict[str, Any], line: dict[str, Any], reasons: dict[str, Non
     if us is None:
         reasons[f"{contender['name']}, T {line['tokens']}: failed: {contender['why']}"] = None
         return "[red]failed"
-    best = line["ours"] if contender["ours"] else line["best_rival"]
+    best = line["best_rival"] if contender["against"] else line["ours"]
     text = f"{us:.0f}" if us >= 100 else f"{us:.1f}"
     mark = "" if "graph" in contender["us"] else " [dim]e[/]"
     return f"[bold]{text}[/]{mark}" if best and best["name"] == contender["name"] else text + mark

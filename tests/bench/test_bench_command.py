@@ -40,11 +40,15 @@ def test_a_tiny_shape_from_end_to_end(tmp_path):
 
 
 def test_under_torchrun(tmp_path):
-    done = command(*TINY, "--tokens", "8", "--mode", "tp", "--rounds", "2", "--against", "torch", "--json",
+    done = command(*TINY, "--tokens", "8", "--mode", "tp", "--rounds", "2", "--against", "torch,serial", "--json",
                    str(tmp_path / "a.json"), OMP_NUM_THREADS="1",
                    launcher=("-m", "torch.distributed.run", "--nproc-per-node", "2"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert len(json.loads((tmp_path / "a.json").read_text())["lines"]) == 1
+    (line,) = json.loads((tmp_path / "a.json").read_text())["lines"]
+    sides = [(contender["name"], contender["ours"], contender["against"]) for contender in line["contenders"]]
+    assert sides == [("two_kernel", True, False), ("torch", False, True), ("serial", True, True)]
+    assert line["ours"]["name"] == "two_kernel" and line["best_rival"]["us"] == min(
+        contender["us"]["eager"]["median"] for contender in line["contenders"][1:])
     assert done.stdout.count("64x64-e6k2  TP") == 1  # one rank prints
 
 

@@ -56,7 +56,7 @@ def setting():
 
 def run(contenders, setting, *words):
     _, batch, sample, ranks = setting
-    results = {contender.name: Result(contender.name, contender.ours) for contender in contenders}
+    results = {contender.name: Result(contender.name, contender.ours, against=not contender.ours) for contender in contenders}
     measure_line(contenders, results, batch, sample, ranks=ranks, options=options("--rounds", "2", *words), dtype="bf16",
                  clock=CpuClock(ranks.meet))
     return results
@@ -174,8 +174,9 @@ def test_weights_of_ranks_are_parts_of_the_same_experts():
 
 
 def test_the_best_of_ours_and_of_the_rivals():
-    def contender(name, ours, **us):
-        return {"name": name, "ours": ours, "us": {kind: {"median": value} for kind, value in us.items()}}
+    def contender(name, ours, against=None, **us):
+        return {"name": name, "ours": ours, "against": not ours if against is None else against,
+                "us": {kind: {"median": value} for kind, value in us.items()}}
 
     line = {"floor": {"us": 50.0}, "contenders": [
         contender("fused", True, graph=100.0, eager=500.0), contender("plain", True, eager=90.0), contender("gone", False),
@@ -184,3 +185,6 @@ def test_the_best_of_ours_and_of_the_rivals():
     assert found["ours"] == {"name": "plain", "us": 90.0} and found["best_rival"] == {"name": "fast", "us": 75.0}
     assert found["to_floor"] == 1.8 and found["to_rival"] == 1.2
     assert compare(line | {"contenders": line["contenders"][:1]})["to_rival"] is None
+    baseline = compare(line | {"contenders": [*line["contenders"], contender("serial", True, against=True, graph=60.0)]})
+    assert baseline["ours"] == found["ours"] and baseline["best_rival"] == {"name": "serial", "us": 60.0}
+    assert baseline["to_rival"] == 1.5

@@ -35,6 +35,12 @@ def test_the_table_has_times_ratios_and_the_reasons_of_those_who_are_missing():
     assert text.count("qwen3-30b-a3b  EP") == 1
 
 
+def test_a_pattern_of_ours_that_the_others_are_compared_with_is_a_baseline():
+    one = line()
+    one["contenders"][1] |= {"against": True, "state": "ok", "us": {"graph": {"median": 190.0}}}
+    assert "baseline" in shown([one]) and "baseline" not in shown([line()])
+
+
 def test_the_account_and_the_sweep_are_shown_or_why_not():
     text = shown([line(attribution=ACCOUNT, sweep={"export_blocks": {"fused": {8: 900.0, 120: 200.0}}}),
                   line(tokens=512, attribution={"why": "no stages"})])
