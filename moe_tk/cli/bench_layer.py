@@ -30,8 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--routing", action="append", metavar="NAME", help="balanced, uniform (default), zipf[:S], hot[:EXPERT], hot_rank[:RANK], "
         "trace[:LAYER], flame[:LAYER], or FILE[#KEY] with expert ids [n, k] (.npz .npy .safetensors .pt); repeat it")
     add("--pattern", metavar="LIST", help="of ours (default two_kernel,serial,auto; on the CPU two_kernel,serial)")
-    add("--against", default="torch,triton", metavar="LIST", help="rivals: torch, triton, deepgemm; serial: our serial pattern as "
-        "what the others are compared with; or none (default torch,triton)")
+    add("--against", default="torch,triton", metavar="LIST", help="rivals: torch, triton, deepgemm, flashinfer; serial: "
+        "our serial pattern as what the others are compared with; or none (default torch,triton)")
     add("--backend", default="auto", help="auto (default), cuda or cpu")
     add("--world", metavar="N", help="ranks (default: all GPUs; cpu: 2)")
     add("--rounds", default="15", metavar="N", help="samples of each contender (default 15)")
