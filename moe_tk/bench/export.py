@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_tk.bench.options import Options
+from moe_tk.bench.routing_cost import with_routing_costs
 from moe_tk.errors import MoETkError
 
 SCHEMA = "moe_tk.bench_layer/1"
@@ -24,6 +25,8 @@ def to_json(options: Options, environment: dict[str, Any], lines: list[dict[str,
     for path in paths:  # where the files went on that machine says nothing to a reader
         command = command.replace(str(path), path.name)
     environment = {**environment, "command": command}
+    if options.backend != "cpu":  # the floor is a GPU's
+        lines = with_routing_costs(lines)
     return {"schema": SCHEMA, "environment": environment, "machine_numbers": asdict(options.numbers), "arguments": asked,
             "seconds": round(seconds, 1), "complete": len(lines) == options.total_lines, "lines": lines}
 

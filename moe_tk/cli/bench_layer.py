@@ -117,6 +117,6 @@ def how_timed(options: Options) -> str:
     cache = "L2 flushed before each call" if options.flush_l2 else "L2 as the calls leave it"
     baseline = " baseline: our own serial pattern, counted with the rivals." if "serial" in options.against else ""
     return (f"Medians of {options.rounds} rounds of the slower rank, contenders in turns, {options.pause_ms:g} ms pause; {where}; "
-            f"{cache}. Floor: the largest of w(eights), f(lops), w(ire) of the actual routing at {options.numbers.hbm_tbs:g} TB/s, "
+            f"{cache}. Floor: the largest of w(eights), f(lops), wire of the actual routing at {options.numbers.hbm_tbs:g} TB/s, "
             f"{options.numbers.bf16_tflops:g} (bf16) or {options.numbers.fp8_tflops:g} (e4m3) TFLOP/s, "
             f"{options.numbers.wire_gbs:g} GB/s. Bold: the best of ours and of the rivals.{baseline}")
