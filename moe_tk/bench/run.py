@@ -22,6 +22,7 @@ from moe_tk.bench.problem import Problem
 from moe_tk.bench.ranks import Ranks, describe
 from moe_tk.bench.rivals import NAMES as RIVALS
 from moe_tk.bench.rivals import make_rival
+from moe_tk.bench.routings import label
 from moe_tk.bench.shapes import Shape
 from moe_tk.bench.timing import Clock, CpuClock, CudaClock
 from moe_tk.config import env
@@ -117,11 +118,12 @@ class LayerBench:
     def _line(self, routing: str, tokens: int) -> dict[str, Any]:
         shape, ranks, begin = self.shape, self.ranks, time.monotonic()
         head: dict[str, Any] = {"shape": shape.name, **{name: value for name, value in asdict(shape).items() if name != "name"},
-                                "mode": self.mode, "dtype": self.dtype, "routing": routing, "tokens": tokens, "world": ranks.world}
+                                "mode": self.mode, "dtype": self.dtype, "routing": label(routing), "tokens": tokens,
+                                "world": ranks.world}
         try:
             batch = self.problem.batch(routing, tokens)
         except ArgumentError as error:  # the same on all ranks
-            return {**head, "why": describe(error), "contenders": []}
+            return {**head, "why": describe(error).replace(routing, label(routing)), "contenders": []}
         traffic = count_traffic(batch.all_ids, shape, mode=self.mode, dtype=self.dtype, world=ranks.world)
         results = {name: Result(name, name not in RIVALS, against=name in self.options.against)
                    for name in (*self.options.patterns, *self.options.against)}

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -65,10 +66,14 @@ def test_flashinfer_between_two_ranks(tmp_path):
         assert rival["state"] == "ok" and rival["error"] < 0.01 and line["best_rival"]["name"] == "flashinfer", rival
 
 
-def test_a_routing_that_does_not_fit_costs_its_line_only():
+def test_a_routing_that_does_not_fit_costs_its_line_only(tmp_path):
+    np.save(tmp_path / "own.npy", np.zeros((4, 3), dtype=np.int32))
     done = command(*TINY, "--tokens", "4", "--mode", "ep", "--rounds", "1", "--against", "none", "--pattern", "two_kernel",
-                   "--routing", "trace", "--routing", "uniform")
+                   "--routing", "trace", "--routing", "uniform", "--routing", str(tmp_path / "own.npy"),
+                   "--json", str(tmp_path / "a.json"))
     assert done.returncode == 0, done.stderr
+    lines = json.loads((tmp_path / "a.json").read_text())["lines"]
+    assert [line["routing"] for line in lines] == ["trace", "uniform", "own.npy"] and "'own.npy' is top 3" in lines[2]["why"]
     assert "wants top 2 of 6" in " ".join(done.stdout.split()) and "uniform" in done.stdout
 
 
