@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Everything about the layer over NVLink that wants two GPUs, in one go; goes on when a part fails. Run from the root of the checkout.
 #   benchmarks/run_all_h200.sh [OUT [PART...]]    results go to OUT (default: $OUT, else gpu_out); default: all parts in this order
-# build (90 s), checks (60 s), layer (30 s), patterns (35 s), bench (90 s), fp8 (25 s), dense (20 s), trace (50 s), suite (300 s), sanitize
-# (180 s); the seconds are limits, for what build has built. A copy without git takes its commit from MOE_TK_COMMIT.
+# build (90 s), checks (60 s), layer (30 s), patterns (35 s), bench (50 s), attribute (60 s), routings (60 s, and 20 s for each of
+# ROUTING_FILES="FILE:SHAPE .."), fp8 (25 s), dense (20 s), trace (50 s), suite (300 s), sanitize (180 s); the seconds are limits, for what
+# build has built. A copy without git takes its commit from MOE_TK_COMMIT.
 set -u
 out=$(mkdir -p "${1:-${OUT:-gpu_out}}" && cd "${1:-${OUT:-gpu_out}}" && pwd)
 parts=("${@:2}")
-[ ${#parts[@]} -gt 0 ] || parts=(build checks layer patterns bench fp8 dense trace suite sanitize)
+[ ${#parts[@]} -gt 0 ] || parts=(build checks layer patterns bench attribute routings fp8 dense trace suite sanitize)
 export PYTHONPATH=${PYTHONPATH:-.} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 python=${PYTHON:-python3}
 commit=${MOE_TK_COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
@@ -26,7 +27,9 @@ patterns() {
     ranks 35 benchmarks/nvlink_patterns.py --shapes qwen3-30b-a3b,seed,mixtral-8x7b,deepseek-v4-flash,deepseek-v3 --modes ep,tp \
         --tokens 1,64,512,2048,8192 --routings uniform,zipf --repeats 7 --seconds 25 --commit "$commit" --json "$out/nvlink_patterns.json"
 }
-bench() { TABLE_LIMIT_S=50 INSIDE_LIMIT_S=40 bash benchmarks/run_layer_h200.sh "$out"; }
+bench() { TABLE_LIMIT_S=50 bash benchmarks/run_layer_h200.sh "$out" table; }
+attribute() { INSIDE_LIMIT_S=60 bash benchmarks/run_layer_h200.sh "$out" inside; }
+routings() { ROUTINGS_LIMIT_S=60 bash benchmarks/run_layer_h200.sh "$out" routings; }
 fp8() {
     ranks 25 benchmarks/nvlink_layer.py --dtype fp8 --shapes qwen3-30b-a3b,seed,deepseek-v4-flash,mixtral-8x7b --modes ep --graphs 1 --repeats 10 \
         --json "$out/nvlink_fp8.json"

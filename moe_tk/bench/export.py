@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_tk.bench.options import Options
+from moe_tk.bench.routing_cost import with_routing_costs
+from moe_tk.bench.routings import label
 from moe_tk.errors import MoETkError
 
 SCHEMA = "moe_tk.bench_layer/1"
@@ -20,10 +22,15 @@ def to_json(options: Options, environment: dict[str, Any], lines: list[dict[str,
     asked = {name: value for name, value in asdict(options).items() if name not in ("shapes", "numbers", "debug")}
     paths = [path for path in (options.json_path, options.plot_path) if path]
     asked |= {name: asked[name].name if asked[name] else None for name in ("json_path", "plot_path")}
+    asked["routings"] = [label(spec) for spec in options.routings]
     command = environment["command"]
     for path in paths:  # where the files went on that machine says nothing to a reader
         command = command.replace(str(path), path.name)
+    for spec in options.routings:
+        command = command.replace(spec, label(spec))
     environment = {**environment, "command": command}
+    if options.backend != "cpu":  # the floor is a GPU's
+        lines = with_routing_costs(lines)
     return {"schema": SCHEMA, "environment": environment, "machine_numbers": asdict(options.numbers), "arguments": asked,
             "seconds": round(seconds, 1), "complete": len(lines) == options.total_lines, "lines": lines}
 

@@ -29,6 +29,7 @@ class Result:
 
     name: str
     ours: bool
+    against: bool  # is what the others are compared with: a rival, or a pattern of ours that --against names
     state: str = "ok"
     why: str | None = None
     error: float | None = None
@@ -48,7 +49,7 @@ class Result:
         self.us.clear()
 
     def to_dict(self) -> dict[str, Any]:
-        return {"name": self.name, "ours": self.ours, "state": self.state, "why": self.why,
+        return {"name": self.name, "ours": self.ours, "against": self.against, "state": self.state, "why": self.why,
                 "error": None if self.error is None or math.isnan(self.error) else self.error, "notes": self.notes, "us": self.us}
 
 

@@ -17,6 +17,7 @@ from moe_tk.sizes import check_count, check_positive
 
 BACKENDS = ("auto", "cuda", "cpu")
 PATTERNS = {"cuda": ("two_kernel", "serial", "auto", "mega"), "cpu": ("two_kernel", "serial", "mega", "auto")}
+BASELINES = ("serial",)  # patterns of ours that --against may name
 DEFAULT_PATTERNS = {"cuda": "two_kernel,serial,auto", "cpu": "two_kernel,serial"}
 DEFAULT_TOKENS = {"cuda": "64,512,2048,8192", "cpu": "64"}
 DEFAULT_SHAPES = {"cuda": ",".join(SHAPES), "cpu": "256,128,8,2"}
@@ -35,7 +36,7 @@ class Options:
     dtypes: tuple[str, ...]
     routings: tuple[str, ...]
     patterns: tuple[str, ...]
-    against: tuple[str, ...]
+    against: tuple[str, ...]   # rivals and BASELINES; no name is in both
     backend: str               # "cuda" | "cpu"
     world: int | None
     rounds: int
@@ -68,15 +69,15 @@ class Options:
 def parse_options(args: argparse.Namespace) -> Options:
     """Raises ArgumentError, one sentence, at the first argument that cannot be."""
     backend = _backend(args.backend)
+    patterns, against = _contenders(args, backend)
     options = Options(
         shapes=tuple(shape for text in args.shape or [DEFAULT_SHAPES[backend]] for shape in parse_shapes(text)),
         tokens=tuple(_integers("--tokens", args.tokens or DEFAULT_TOKENS[backend])),
         modes=("ep", "tp") if args.mode == "both" else (_one_of("--mode", args.mode, ("ep", "tp", "both")),),
         dtypes=tuple(_words("--dtype", args.dtype, DTYPES)),
         routings=tuple(check_routing(spec) for spec in args.routing or ["uniform"]),
-        patterns=tuple(_words("--pattern", args.pattern or DEFAULT_PATTERNS[backend], PATTERNS[backend])),
-        against=() if args.against in ("", "none") else tuple(_words("--against", args.against, RIVALS)),
-        backend=backend, world=None if args.world is None else check_count("--world", _integer("--world", args.world)),
+        patterns=patterns, against=against, backend=backend,
+        world=None if args.world is None else check_count("--world", _integer("--world", args.world)),
         rounds=check_count("--rounds", _integer("--rounds", args.rounds)),
         calls=None if args.calls is None else check_count("--calls", _integer("--calls", args.calls)),
         pause_ms=_number("--pause-ms", args.pause_ms, least=0.0), eager=args.eager, flush_l2=args.flush_l2,
@@ -88,6 +89,16 @@ def parse_options(args: argparse.Namespace) -> Options:
     if backend == "cpu":
         _check_cpu(options)
     return options
+
+
+def _contenders(args: argparse.Namespace, backend: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """(patterns of ours, what they are compared with): a pattern that --against names is there only, so that nobody runs twice."""
+    against = () if args.against in ("", "none") else tuple(_words("--against", args.against, (*BASELINES, *RIVALS)))
+    asked = args.pattern or DEFAULT_PATTERNS[backend]
+    patterns = tuple(pattern for pattern in _words("--pattern", asked, PATTERNS[backend]) if pattern not in against)
+    if not patterns:
+        raise ArgumentError(f"--pattern {asked} and --against {args.against} leave nothing to compare: name another pattern")
+    return patterns, against
 
 
 def _check_cpu(options: Options) -> None:

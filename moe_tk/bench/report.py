@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from moe_tk.bench.routing_cost import EVEN, with_routing_costs
 from moe_tk.bench.run import time_of
 from moe_tk.demo.layout import percent, ratio, section, simple_table
 
@@ -27,6 +28,8 @@ def show(console: Console, lines: list[dict[str, Any]], *, backend: str, how: st
             console.print(Text(reason, style="dim"))
         show_account(console, some)
         show_sweep(console, some)
+    if backend != "cpu":  # the floor is a GPU's
+        show_routing_costs(console, with_routing_costs(lines))
     console.print()
     console.print(Text(how, style="dim"))
     if backend == "cpu":
@@ -45,9 +48,9 @@ def subtitle(line: dict[str, Any]) -> str:
 def show_times(console: Console, lines: list[dict[str, Any]]) -> list[str]:
     """The table; returns what must be said below it."""
     everybody = [contender for line in lines for contender in line["contenders"]]
-    ours = {contender["name"]: contender["ours"] for contender in everybody if contender["state"] != "not available"}
-    names, kinds = list(ours), [kind for kind in ("eager", "sustained") if any(extra(line, kind) for line in lines)]
-    columns = [f"{name}\n{'ours' if ours[name] else 'rival'}" for name in names] + ["ours /\nfloor", "ours /\nrival"]
+    sides = {contender["name"]: side_of(contender) for contender in everybody if contender["state"] != "not available"}
+    names, kinds = list(sides), [kind for kind in ("eager", "sustained") if any(extra(line, kind) for line in lines)]
+    columns = [f"{name}\n{side}" for name, side in sides.items()] + ["ours /\nfloor", "ours /\nrival"]
     table = simple_table("T", "floor", *columns, *(f"{kind}\n(best ours)" for kind in kinds), gap=1)
     reasons = dict.fromkeys(f"{contender['name']}: not available: {contender['why']}" for contender in everybody
                             if contender["state"] == "not available")
@@ -57,11 +60,21 @@ def show_times(console: Console, lines: list[dict[str, Any]]) -> list[str]:
             continue
         by_name = {contender["name"]: contender for contender in line["contenders"]}
         cells = [cell(by_name[name], line, reasons) if name in by_name else "" for name in names]
-        floor = f"{line['floor']['us']:.0f} [dim]{line['floor']['bound'][0]}[/]" if line["to_floor"] else "-"
+        floor = floor_cell(line["floor"]["us"], line["floor"]["bound"]) if line["to_floor"] else "-"
         table.add_row(str(line["tokens"]), floor, *cells, ratio(line["to_floor"]),
                       ratio(line["to_rival"]), *(extra(line, kind) for kind in kinds))
     console.print(table, highlight=False)
     return list(reasons)
+
+
+def floor_cell(us: float, bound: str) -> str:
+    """With the letters of the explanation: w, f, wire."""
+    return f"{us:.0f} [dim]{bound if bound == 'wire' else bound[0]}[/]"
+
+
+def side_of(contender: dict[str, Any]) -> str:
+    """What stands below its name."""
+    return ("baseline" if contender["against"] else "ours") if contender["ours"] else "rival"
 
 
 def cell(contender: dict[str, Any], line: dict[str, Any], reasons: dict[str, None]) -> str:
@@ -72,7 +85,7 @@ def cell(contender: dict[str, Any], line: dict[str, Any], reasons: dict[str, Non
     if us is None:
         reasons[f"{contender['name']}, T {line['tokens']}: failed: {contender['why']}"] = None
         return "[red]failed"
-    best = line["ours"] if contender["ours"] else line["best_rival"]
+    best = line["best_rival"] if contender["against"] else line["ours"]
     text = f"{us:.0f}" if us >= 100 else f"{us:.1f}"
     mark = "" if "graph" in contender["us"] else " [dim]e[/]"
     return f"[bold]{text}[/]{mark}" if best and best["name"] == contender["name"] else text + mark
@@ -84,6 +97,27 @@ def extra(line: dict[str, Any], kind: str) -> str:
         return ""
     us = next(contender["us"] for contender in line["contenders"] if contender["name"] == line["ours"]["name"])
     return f"{us[kind]['median']:.0f}" if kind in us and (kind != "eager" or "graph" in us) else ""
+
+
+def show_routing_costs(console: Console, lines: list[dict[str, Any]]) -> None:
+    """A table for each shape, mode and dtype that has lines beside a balanced one."""
+    found = [line for line in lines if "routing_cost" in line]
+    if not found:
+        return
+    section(console, "What routing costs", f"(us / floor) over (us / floor) of {EVEN}: at equal work, 1.00 is nothing")
+    for title, group in groupby(found, key=lambda line: f"{line['shape']}  {line['mode'].upper()}  {line['dtype']}"):
+        some = list(group)
+        names = list(dict.fromkeys(name for line in some for name in line["routing_cost"]["patterns"]))
+        table = simple_table(f"{title}\nT, routing", "floor", f"floor,\n{EVEN}", *names, gap=1)
+        for line in some:
+            cost = line["routing_cost"]
+            table.add_row(f"{line['tokens']}, {line['routing']}", floor_cell(line["floor"]["us"], line["floor"]["bound"]),
+                          floor_cell(cost["balanced_floor_us"], cost["balanced_bound"]),
+                          *(ratio(cost["patterns"].get(name)) for name in names))
+        console.print(table, highlight=False)
+    if any(line["routing_cost"]["bound"] != line["routing_cost"]["balanced_bound"] for line in found):
+        console.print(Text("Where different things bound the two floors, the ratio also says how close the layer comes to either.",
+                           style="dim"))
 
 
 def show_account(console: Console, lines: list[dict[str, Any]]) -> None:

@@ -31,6 +31,12 @@ def check_routing(spec: str) -> str:
     return spec
 
 
+def label(spec: str) -> str:
+    """`spec` as results name it: a file without its folders, which say nothing to a reader."""
+    path, key = _file_and_key(spec)
+    return (Path(path).name + (f"#{key}" if key else "")) if _is_file(spec) else spec
+
+
 def make(spec: str, shape: Shape, *, tokens: int, world: int, seed: int = 0) -> Routing:
     """ids and weights of world * tokens tokens; rank r has rows r * tokens ... Equal on all ranks.
 

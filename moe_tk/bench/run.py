@@ -20,7 +20,9 @@ from moe_tk.bench.options import Options
 from moe_tk.bench.ours import Ours
 from moe_tk.bench.problem import Problem
 from moe_tk.bench.ranks import Ranks, describe
+from moe_tk.bench.rivals import NAMES as RIVALS
 from moe_tk.bench.rivals import make_rival
+from moe_tk.bench.routings import label
 from moe_tk.bench.shapes import Shape
 from moe_tk.bench.timing import Clock, CpuClock, CudaClock
 from moe_tk.config import env
@@ -84,18 +86,14 @@ class LayerBench:
         say("stage", f"{self.title}: weights and contenders")
         self.problem = Problem(shape, mode, world=ranks.world, rank=ranks.rank, device=ranks.device, seed=options.seed)
         self.contenders: dict[str, Contender] = {}
-        self.missing: dict[str, tuple[str, bool]] = {}  # reason, ours
-        for pattern in options.patterns:
-            self._add(pattern, True, lambda pattern=pattern: self._ours(pattern))
-        for rival in options.against:
-            self._add(rival, False, lambda rival=rival: self._rival(rival))
-
-    def _add(self, name: str, ours: bool, make: Callable[[], Contender]) -> None:
-        contender, why = self.ranks.failure(make, f"{name}: make")
-        if why:
-            self.missing[name] = (why, ours)
-        else:
-            self.contenders[name] = contender
+        self.missing: dict[str, str] = {}  # why it cannot run
+        for name in (*options.patterns, *options.against):
+            make = self._rival if name in RIVALS else self._ours
+            contender, why = ranks.failure(lambda make=make, name=name: make(name), f"{name}: make")
+            if why:
+                self.missing[name] = why
+            else:
+                self.contenders[name] = contender
 
     def _ours(self, pattern: str) -> Contender:
         like = next((other for other in self.contenders.values() if isinstance(other, Ours)), None)
@@ -120,19 +118,21 @@ class LayerBench:
     def _line(self, routing: str, tokens: int) -> dict[str, Any]:
         shape, ranks, begin = self.shape, self.ranks, time.monotonic()
         head: dict[str, Any] = {"shape": shape.name, **{name: value for name, value in asdict(shape).items() if name != "name"},
-                                "mode": self.mode, "dtype": self.dtype, "routing": routing, "tokens": tokens, "world": ranks.world}
+                                "mode": self.mode, "dtype": self.dtype, "routing": label(routing), "tokens": tokens,
+                                "world": ranks.world}
         try:
             batch = self.problem.batch(routing, tokens)
         except ArgumentError as error:  # the same on all ranks
-            return {**head, "why": describe(error), "contenders": []}
+            return {**head, "why": describe(error).replace(routing, label(routing)), "contenders": []}
         traffic = count_traffic(batch.all_ids, shape, mode=self.mode, dtype=self.dtype, world=ranks.world)
-        results = {name: Result(name, contender.ours) for name, contender in self.contenders.items()}
+        results = {name: Result(name, name not in RIVALS, against=name in self.options.against)
+                   for name in (*self.options.patterns, *self.options.against)}
+        for name, why in self.missing.items():
+            results[name].fail("not available", why)
         measure_line(list(self.contenders.values()), results, batch, self.problem.sample(batch), ranks=ranks, options=self.options,
                      dtype=self.dtype, clock=self.clock)
-        for name, (why, ours) in self.missing.items():
-            results[name] = Result(name, ours, "not available", why)
         line = {**head, "traffic": asdict(traffic), "floor": floor_of(traffic, self.options.numbers, self.dtype).to_dict(),
-                "contenders": [results[name].to_dict() for name in (*self.options.patterns, *self.options.against)],
+                "contenders": [result.to_dict() for result in results.values()],
                 "calls_per_sample": self.options.calls_per_sample(tokens), "gpu": gpu_state(ranks.device)}
         line |= compare(line, to_floor=self.options.backend != "cpu")  # the floor is a GPU's
         line |= self._inside(batch)
@@ -158,13 +158,14 @@ def time_of(contender: dict[str, Any]) -> float | None:
 
 
 def compare(line: dict[str, Any], *, to_floor: bool = True) -> dict[str, Any]:
-    """The best of ours and of the rivals, and our ratios to the floor and to that rival."""
+    """The best of ours and of what it is compared with (`best_rival`), and our ratios to the floor and to that."""
     best: dict[bool, tuple[float, str]] = {}
     for contender in line["contenders"]:
         us = time_of(contender)
-        if us is not None and (contender["ours"] not in best or us < best[contender["ours"]][0]):
-            best[contender["ours"]] = (us, contender["name"])
-    ours, rival = best.get(True), best.get(False)
+        side = contender["against"]
+        if us is not None and (side not in best or us < best[side][0]):
+            best[side] = (us, contender["name"])
+    ours, rival = best.get(False), best.get(True)
     return {"ours": ours and {"name": ours[1], "us": ours[0]}, "best_rival": rival and {"name": rival[1], "us": rival[0]},
             "to_floor": round(ours[0] / line["floor"]["us"], 4) if to_floor and ours and line["floor"]["us"] else None,
             "to_rival": round(ours[0] / rival[0], 4) if ours and rival else None}

@@ -30,7 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--routing", action="append", metavar="NAME", help="balanced, uniform (default), zipf[:S], hot[:EXPERT], hot_rank[:RANK], "
         "trace[:LAYER], flame[:LAYER], or FILE[#KEY] with expert ids [n, k] (.npz .npy .safetensors .pt); repeat it")
     add("--pattern", metavar="LIST", help="of ours (default two_kernel,serial,auto; on the CPU two_kernel,serial)")
-    add("--against", default="torch,triton", metavar="LIST", help="rivals: torch, triton, deepgemm, or none (default torch,triton)")
+    add("--against", default="torch,triton", metavar="LIST", help="rivals: torch, triton, deepgemm, flashinfer; serial: "
+        "our serial pattern as what the others are compared with; or none (default torch,triton)")
     add("--backend", default="auto", help="auto (default), cuda or cpu")
     add("--world", metavar="N", help="ranks (default: all GPUs; cpu: 2)")
     add("--rounds", default="15", metavar="N", help="samples of each contender (default 15)")
@@ -114,7 +115,8 @@ def how_timed(options: Options) -> str:
     """One paragraph below the tables."""
     where = "wall clock" if options.backend == "cpu" else "calls in CUDA graphs (e: eager) between CUDA events"
     cache = "L2 flushed before each call" if options.flush_l2 else "L2 as the calls leave it"
+    baseline = " baseline: our own serial pattern, counted with the rivals." if "serial" in options.against else ""
     return (f"Medians of {options.rounds} rounds of the slower rank, contenders in turns, {options.pause_ms:g} ms pause; {where}; "
-            f"{cache}. Floor: the largest of w(eights), f(lops), w(ire) of the actual routing at {options.numbers.hbm_tbs:g} TB/s, "
+            f"{cache}. Floor: the largest of w(eights), f(lops), wire of the actual routing at {options.numbers.hbm_tbs:g} TB/s, "
             f"{options.numbers.bf16_tflops:g} (bf16) or {options.numbers.fp8_tflops:g} (e4m3) TFLOP/s, "
-            f"{options.numbers.wire_gbs:g} GB/s. Bold: the best of ours and of the rivals.")
+            f"{options.numbers.wire_gbs:g} GB/s. Bold: the best of ours and of the rivals.{baseline}")

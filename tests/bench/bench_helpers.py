@@ -23,7 +23,8 @@ def line(**changes: Any) -> dict[str, Any]:
     """A line as run.py makes it: ours 200 us, two rivals, floor 132."""
     def contender(name: str, ours: bool, us: float | None, state: str = "ok", why: str | None = None) -> dict[str, Any]:
         times = {} if us is None else {"graph": {"median": us, "min": us, "max": us, "quartiles": [us, us], "rounds": 3}}
-        return {"name": name, "ours": ours, "state": state, "why": why, "error": 0.003, "notes": [], "us": times}
+        return {"name": name, "ours": ours, "against": not ours, "state": state, "why": why, "error": 0.003, "notes": [],
+                "us": times}
 
     return {"shape": "qwen3-30b-a3b", "hidden": 2048, "intermediate": 768, "experts": 128, "top_k": 8, "mode": "ep",
             "dtype": "bf16", "routing": "uniform", "tokens": 64, "world": 2,

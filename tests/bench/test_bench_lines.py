@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 from bench_helpers import options
 
-from moe_tk.bench.contender import Call
+from moe_tk.bench.contender import Call, NotAvailable
 from moe_tk.bench.lines import Result, measure_line
 from moe_tk.bench.problem import Problem
 from moe_tk.bench.ranks import Ranks
@@ -56,7 +58,7 @@ def setting():
 
 def run(contenders, setting, *words):
     _, batch, sample, ranks = setting
-    results = {contender.name: Result(contender.name, contender.ours) for contender in contenders}
+    results = {contender.name: Result(contender.name, contender.ours, against=not contender.ours) for contender in contenders}
     measure_line(contenders, results, batch, sample, ranks=ranks, options=options("--rounds", "2", *words), dtype="bf16",
                  clock=CpuClock(ranks.meet))
     return results
@@ -160,6 +162,65 @@ def test_aligned_rows_for_deepgemm(monkeypatch):
     assert error**0.5 <= 0.01 * norm**0.5
 
 
+@pytest.fixture
+def flashinfer(monkeypatch):
+    """The stand-in, freshly imported."""
+    monkeypatch.syspath_prepend(Path(__file__).parent / "stand_in")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
+        monkeypatch.delitem(sys.modules, name)
+    yield importlib.import_module("flashinfer")
+    for name in [name for name in sys.modules if name.partition(".")[0] == "flashinfer"]:
+        del sys.modules[name]
+
+
+@pytest.mark.parametrize("mode", ["ep", "tp"])
+@pytest.mark.parametrize("routing", ["uniform", "hot:1", "zipf"])
+def test_flashinfer_is_given_what_it_wants_and_tuned_for_the_rows_of_the_call(flashinfer, mode, routing):
+    problem = Problem(SHAPE, mode, world=1, rank=0, device=torch.device("cpu"))
+    batch = problem.batch(routing, 33)
+    call = make_rival("flashinfer", problem, Ranks(problem.device)).prepare(batch)
+    assert flashinfer.fused_moe.TUNED == {(33, 33)} and torch.isnan(call.result).all()
+    call.run()
+    error, norm = problem.sample(batch).squares(call.result)
+    assert error**0.5 <= 0.01 * norm**0.5
+
+
+def test_flashinfer_without_a_workspace_of_ours(flashinfer, monkeypatch):
+    monkeypatch.delattr(flashinfer.fused_moe, "cutlass_fused_moe_workspace_size")
+    problem = Problem(SHAPE, "ep", world=1, rank=0, device=torch.device("cpu"))
+    batch = problem.batch("uniform", 9)
+    call = make_rival("flashinfer", problem, Ranks(problem.device)).prepare(batch)
+    call.run()
+    error, norm = problem.sample(batch).squares(call.result)
+    assert error**0.5 <= 0.01 * norm**0.5
+
+
+@pytest.mark.parametrize(("shape", "mode", "world", "said"), [
+    (SHAPE, "ep", 4, "6 on 4 ranks"), (SHAPE, "tp", 8, "I of a rank is 4"),
+    (Shape("few", 64, 2, 6, 2), "tp", 4, "I of a rank is 0")])
+def test_what_flashinfer_cannot_split_is_not_available(flashinfer, shape, mode, world, said):
+    problem = Problem(shape, mode, world=world, rank=world - 1, device=torch.device("cpu"))
+    with pytest.raises(NotAvailable, match=said):
+        make_rival("flashinfer", problem, None)
+
+
+def test_flashinfer_that_is_missing_old_or_without_a_gpu_is_not_available(flashinfer, monkeypatch):
+    problem = Problem(SHAPE, "ep", world=1, rank=0, device=torch.device("cpu"))
+
+    def refuse(device):
+        raise ValueError("device must be a cuda device")
+
+    monkeypatch.setattr(flashinfer.utils, "get_compute_capability", refuse)
+    with pytest.raises(NotAvailable, match="cuda device"):
+        make_rival("flashinfer", problem, None)
+    monkeypatch.delattr(flashinfer.fused_moe, "cutlass_fused_moe")
+    with pytest.raises(NotAvailable, match="no cutlass_fused_moe"):
+        make_rival("flashinfer", problem, None)
+    monkeypatch.setitem(sys.modules, "flashinfer.fused_moe", None)
+    with pytest.raises(NotAvailable, match="not installed"):
+        make_rival("flashinfer", problem, None)
+
+
 def test_weights_of_ranks_are_parts_of_the_same_experts():
     whole = [Problem(SHAPE, "ep", world=1, rank=0, device=torch.device("cpu")).expert(index) for index in range(6)]
     for mode in ("ep", "tp"):
@@ -174,8 +235,9 @@ def test_weights_of_ranks_are_parts_of_the_same_experts():
 
 
 def test_the_best_of_ours_and_of_the_rivals():
-    def contender(name, ours, **us):
-        return {"name": name, "ours": ours, "us": {kind: {"median": value} for kind, value in us.items()}}
+    def contender(name, ours, against=None, **us):
+        return {"name": name, "ours": ours, "against": not ours if against is None else against,
+                "us": {kind: {"median": value} for kind, value in us.items()}}
 
     line = {"floor": {"us": 50.0}, "contenders": [
         contender("fused", True, graph=100.0, eager=500.0), contender("plain", True, eager=90.0), contender("gone", False),
@@ -184,3 +246,6 @@ def test_the_best_of_ours_and_of_the_rivals():
     assert found["ours"] == {"name": "plain", "us": 90.0} and found["best_rival"] == {"name": "fast", "us": 75.0}
     assert found["to_floor"] == 1.8 and found["to_rival"] == 1.2
     assert compare(line | {"contenders": line["contenders"][:1]})["to_rival"] is None
+    baseline = compare(line | {"contenders": [*line["contenders"], contender("serial", True, against=True, graph=60.0)]})
+    assert baseline["ours"] == found["ours"] and baseline["best_rival"] == {"name": "serial", "us": 60.0}
+    assert baseline["to_rival"] == 1.5

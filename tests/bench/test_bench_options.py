@@ -41,7 +41,17 @@ def test_repeated_and_listed_values():
     assert found.sustained_s == 1.0 and found.total_lines == 3 * 1 * 1 * 2 * 3
 
 
+def test_serial_is_one_of_ours_or_what_the_others_are_compared_with_but_not_both():
+    assert options("--against", "torch").patterns == ("two_kernel", "serial")
+    found = options("--against", "serial,torch")
+    assert found.patterns == ("two_kernel",) and found.against == ("serial", "torch")
+    assert options("--pattern", "auto,serial,mega", "--against", "serial").patterns == ("auto", "mega")
+    assert options("--pattern", "serial", "--against", "none").patterns == ("serial",)
+
+
 @pytest.mark.parametrize(("words", "said"), [
+    (["--pattern", "serial", "--against", "serial,torch"], "--pattern serial and --against serial,torch leave nothing"),
+    (["--against", "two_kernel"], "--against is 'two_kernel'"),
     (["--tokens", "64,many"], "--tokens is 'many'"), (["--tokens", "0"], "--tokens is 0"), (["--mode", "pp"], "--mode is 'pp'"),
     (["--dtype", "fp4"], "--dtype is 'fp4'"), (["--routing", "gaussian"], "gaussian"), (["--routing", "zipf:steep"], "steep"),
     (["--routing", "none/such.npz"], "no such file"), (["--pattern", "magic"], "magic"), (["--against", "cublas"], "cublas"),

@@ -35,6 +35,12 @@ def test_the_table_has_times_ratios_and_the_reasons_of_those_who_are_missing():
     assert text.count("qwen3-30b-a3b  EP") == 1
 
 
+def test_a_pattern_of_ours_that_the_others_are_compared_with_is_a_baseline():
+    one = line()
+    one["contenders"][1] |= {"against": True, "state": "ok", "us": {"graph": {"median": 190.0}}}
+    assert "baseline" in shown([one]) and "baseline" not in shown([line()])
+
+
 def test_the_account_and_the_sweep_are_shown_or_why_not():
     text = shown([line(attribution=ACCOUNT, sweep={"export_blocks": {"fused": {8: 900.0, 120: 200.0}}}),
                   line(tokens=512, attribution={"why": "no stages"})])
@@ -49,16 +55,22 @@ def test_a_line_that_could_not_be_says_why():
 
 
 def test_json_has_environment_numbers_arguments_and_lines(tmp_path):
-    found = options("--shape", "seed", "--tokens", "64", "--mode", "ep", "--json", str(tmp_path / "a.json"))
-    record = to_json(found, environment() | {"command": f"moe_tk bench layer --json {tmp_path / 'a.json'}"}, [line()], 12.34)
-    assert str(tmp_path) not in json.dumps(record) and record["environment"]["command"] == "moe_tk bench layer --json a.json"
+    own = tmp_path / "own" / "ids.npz"
+    own.parent.mkdir()
+    own.touch()
+    found = options("--shape", "seed", "--tokens", "64", "--mode", "ep", "--json", str(tmp_path / "a.json"),
+                    "--routing", f"{own}#ids")
+    command = f"moe_tk bench layer --json {tmp_path / 'a.json'} --routing {own}#ids"
+    record = to_json(found, environment() | {"command": command}, [line()], 12.34)
+    assert str(tmp_path) not in json.dumps(record) and record["arguments"]["routings"] == ["ids.npz#ids"]
+    assert record["environment"]["command"] == "moe_tk bench layer --json a.json --routing ids.npz#ids"
     write_json(tmp_path / "a.json", record)
     again = json.loads((tmp_path / "a.json").read_text())
     assert again["schema"] == SCHEMA and again["complete"] is True and again["seconds"] == 12.3
     assert {"commit", "torch", "cuda", "driver", "gpus", "nccl", "triton", "date", "command"} <= set(again["environment"])
     assert again["machine_numbers"] == {"hbm_tbs": 4.59, "bf16_tflops": 795.0, "fp8_tflops": 1458.0, "wire_gbs": 364.0}
     assert again["arguments"]["tokens"] == [64] and again["lines"][0]["contenders"][0]["us"]["graph"]["median"] == 200.0
-    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.json", "own"]
 
 
 def test_json_that_cannot_be_written_is_one_sentence(tmp_path):

@@ -70,6 +70,11 @@ def test_files_are_read_in_order_and_again_when_short(tmp_path, name):
     assert found.topk_weights.shape == (8, 2)
 
 
+def test_results_name_a_file_without_its_folders(tmp_path):
+    assert [routings.label(spec) for spec in ("zipf:1.2", "a/b/c.npz", "/a.safetensors#layer0.ids", "own.npy", "trace:2")] == [
+        "zipf:1.2", "c.npz", "a.safetensors#layer0.ids", "own.npy", "trace:2"]
+
+
 @pytest.mark.parametrize(("name", "said"), [
     ("a.safetensors", "layer0.topk_idx"), ("a.npz#rows", "data"), ("a.csv", "files end with"), ("broken.npz", "cannot be read"),
     ("floats.npz", "not a table"), ("wide.npz", "wants top 2")])

@@ -18,16 +18,12 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from moe_tk.bench.contender import Call, NotAvailable
 from moe_tk.bench.problem import Batch, Problem
-
-# torch 2.13 renamed these two and warns about the old names
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+from moe_tk.bench.rivals.exchange import Exchange
 
 
 class GroupedGemm(Protocol):
@@ -71,36 +67,31 @@ class SerialRival:
 
     def prepare(self, batch: Batch) -> Call:
         call = _SerialCall(self, batch)
-        routed = call.route(*call.gather())
-        self.gemm.tune(routed, call.everything)
-        return Call(call.run, call.out)
+        routed = call.route(*call.exchange.gather())
+        self.gemm.tune(routed, call.exchange.tokens)
+        return Call(call.run, call.exchange.out)
 
     def finish(self) -> None:
-        if self.problem.device.type == "cuda":
-            torch.cuda.synchronize(self.problem.device)
+        self.ranks.synchronize()
 
 
 class _SerialCall:
     """Buffers of one batch, and the call."""
 
     def __init__(self, rival: SerialRival, batch: Batch) -> None:
-        self.rival, self.batch, problem = rival, batch, rival.problem
-        self.group, self.device = rival.ranks.process_group, problem.device
+        self.rival, problem = rival, rival.problem
+        self.exchange, self.device = Exchange(problem, rival.ranks, batch), problem.device
         self.first, self.experts, self.top_k = problem.first_expert, problem.num_local, problem.shape.top_k
-        everyone = problem.world * batch.tokens
         here = (batch.all_ids >= self.first) & (batch.all_ids < self.first + self.experts)
         self.pairs = int(here.sum())
         self.alignment = getattr(rival.gemm, "alignment", 1)
         counts = torch.bincount(batch.all_ids[here].long() - self.first, minlength=self.experts)
         self.rows = int((-(-counts // self.alignment) * self.alignment).sum())
-        self.everything = torch.empty(everyone, problem.shape.hidden, dtype=batch.hidden.dtype, device=self.device)
-        self.routing = torch.empty(everyone, 2 * self.top_k, dtype=torch.int32, device=self.device)
         self.numbers = torch.arange(self.experts, dtype=torch.int16, device=self.device)
         self.row_numbers = torch.arange(self.rows, dtype=torch.int32, device=self.device)  # pairs, and padding if aligned
-        self.out = torch.full_like(batch.hidden, float("nan"))
 
     def run(self) -> None:
-        x, routed = self.everything, self.route(*self.gather())
+        x, routed = self.exchange.tokens, self.route(*self.exchange.gather())
         gemm, kernels = self.rival.gemm, self.rival.kernels
         if self.rows:
             both = gemm.first(x, routed)
@@ -110,21 +101,7 @@ class _SerialCall:
             partial = kernels.combine(rows, routed) if kernels else combine(rows, routed)
         else:
             partial = torch.zeros_like(x)
-        if self.rival.problem.world == 1:
-            self.out.copy_(partial)
-        else:
-            _reduce_scatter(self.out, partial, group=self.group)
-
-    def gather(self) -> tuple[Any, Any]:
-        """Both messages on their way: what waits for the routing, and what waits for the tokens."""
-        batch = self.batch
-        packed = torch.cat([batch.ids.to(torch.int32), batch.weights.view(torch.int32)], 1)
-        if self.rival.problem.world == 1:
-            self.routing.copy_(packed)
-            self.everything.copy_(batch.hidden)
-            return None, None
-        return (_all_gather(self.routing, packed, group=self.group, async_op=True),
-                _all_gather(self.everything, batch.hidden, group=self.group, async_op=True))
+        self.exchange.reduce(partial)
 
     def route(self, routing_work: Any, tokens_work: Any) -> Sorted:
         """Sorts the pairs by local expert, those of other ranks last; waits for both messages."""
@@ -136,10 +113,11 @@ class _SerialCall:
         return sorted_here
 
     def _sort(self) -> Sorted:
-        ids, weights = self.routing[:, :self.top_k], self.routing[:, self.top_k:].view(torch.float32)
+        ids, weights = self.exchange.ids, self.exchange.weights
         kernels = self.rival.kernels
         if kernels is not None and self.alignment == 1:
-            found = kernels.sort_pairs(self.routing, top_k=self.top_k, first=self.first, num_experts=self.experts, rows=self.rows)
+            found = kernels.sort_pairs(self.exchange.routing, top_k=self.top_k, first=self.first, num_experts=self.experts,
+                                       rows=self.rows)
             return Sorted(*found, weights)
         local = ids - self.first
         local = torch.where((local >= 0) & (local < self.experts), local, self.experts).to(torch.int16).flatten()
