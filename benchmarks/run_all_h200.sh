@@ -2,7 +2,7 @@
 # Everything about the layer over NVLink that wants two GPUs, in one go; goes on when a part fails. Run from the root of the checkout.
 #   benchmarks/run_all_h200.sh [OUT [PART...]]    results go to OUT (default: $OUT, else gpu_out); default: all parts in this order
 # build (90 s), checks (60 s), layer (30 s), patterns (35 s), bench (50 s), attribute (60 s), routings (60 s, and 20 s for each of
-# ROUTING_FILES="FILE:SHAPE .."), fp8 (25 s), dense (20 s), trace (50 s), suite (300 s), sanitize (180 s); the seconds are limits, for what
+# ROUTING_FILES="FILE:SHAPE .."), fp8 (25 s), dense (20 s), trace (50 s), suite (300 s), sanitize (140 s); the seconds are limits, for what
 # build has built. A copy without git takes its commit from MOE_TK_COMMIT.
 set -u
 out=$(mkdir -p "${1:-${OUT:-gpu_out}}" && cd "${1:-${OUT:-gpu_out}}" && pwd)
@@ -40,21 +40,23 @@ trace() {
         --blocks 16 --picture "$out/trace.svg" --json "$out/trace_summary.json"
 }
 suite() { COMMIT=$commit bash benchmarks/run_gpu_tests.sh "$out/gpu_tests.txt" 300; }
-# sanitized TOOL RANK WORLD ARGUMENT...: of the kernels only this project's are checked. Their names are mangled: at:: is in none.
+# sanitized TOOL SECONDS GPU ARGUMENT...: of the kernels only this project's are checked. Their names are mangled: at:: is in none.
 sanitized() {
-    timeout --kill-after=5 55 compute-sanitizer --tool "$1" --port $((49152 + 50 * $2)) --prefix "=== $1, rank $2 of $3:" \
-        --kernel-name kernel_substring=moe_tk --error-exitcode 9 "$python" -m tests.cuda.sanitize_cases --seconds 35 "${@:4}"
+    timeout --kill-after=5 $(($2 + 20)) compute-sanitizer --tool "$1" --port $((49152 + 50 * $3)) --prefix "=== $1 on GPU $3:" \
+        --kernel-name kernel_substring=moe_tk --error-exitcode 9 "$python" -m tests.cuda.sanitize_cases --seconds "$2" "${@:4}"
 }
-sanitize() {
-    local store status=0 started=() rank
+all_of() { # all_of PROCESS...: the status of one that failed, or 0
+    local status=0 process
+    for process in "$@"; do wait "$process" || status=$?; done
+    return $status
+}
+sanitize() {  # two tools side by side, each on a GPU of its own; then one on both ranks
+    local store status=0
     store=$(mktemp -u)
-    sanitized memcheck 0 1 || status=$?
-    sanitized racecheck 0 1 --small || status=$?
-    for rank in 0 1; do
-        sanitized memcheck "$rank" 2 "$rank" 2 "$store" &
-        started+=($!)
-    done
-    for rank in "${started[@]}"; do wait "$rank" || status=$?; done
+    CUDA_VISIBLE_DEVICES=0 sanitized memcheck 60 0 & first=$!
+    CUDA_VISIBLE_DEVICES=1 sanitized racecheck 60 1 --small & all_of $first $! || status=$?
+    sanitized memcheck 40 0 0 2 "$store" & first=$!
+    sanitized memcheck 40 1 1 2 "$store" & all_of $first $! || status=$?
     return $status
 }
 
