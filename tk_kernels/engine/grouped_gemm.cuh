@@ -14,6 +14,7 @@ enum named_barrier_id { BAR_STORERS = 1 };
 // Each consumer warp tells every block of the cluster that it has finished with a stage.
 template <class Cfg, class Shared> __device__ __forceinline__ void finish_inputs(Shared &s, int stage) {
     const int lane = laneid();
+    if constexpr (Cfg::SCALED) __syncwarp();  // every lane has read its scales
     if constexpr (Cfg::CLUSTER == 1) {
         if (lane == 0) arrive(s.inputs_finished[stage]);
     } else if (lane < Cfg::CLUSTER) {

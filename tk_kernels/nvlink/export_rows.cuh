@@ -179,7 +179,7 @@ __device__ __forceinline__ void export_rows(const open_globals &g, uint32_t epoc
         fence_sys();
         for (int to = 0; last && to < c.world; ++to) store_release_sys(c.rows_posted(to, c.rank), epoch);
     }
-    if (!__shfl_sync(0xffffffff, int(last), 0) || g.hidden_states == nullptr) return;  // without rows nobody reads any
+    if (!__shfl_sync(0xffffffff, int(last), 0)) return;
     await_rows(c, epoch);
     __syncwarp();
     stamp_lap_block(stamp_kind::open_rows);
