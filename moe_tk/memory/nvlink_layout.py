@@ -65,14 +65,17 @@ class NvlinkGeometry:
 
     def _check_scale_blocks(self) -> None:
         """Raises ArgumentError where the blocks of scales do not fit the sizes of every rank."""
-        step = SCALE_BLOCK * (self.world if self.mode == "tp" else 1)
-        wanted = {"hidden_size": (self.hidden, SCALE_BLOCK, ""),
-                  "intermediate_size": (self.intermediate_size, step, " (128 for each rank)" if step > SCALE_BLOCK else "")}
-        for name, (size, multiple, why) in wanted.items():
+        for name, (size, multiple, why) in self._scaled_sizes().items():
             if size % multiple:
                 near = [value for value in (size // multiple * multiple, (size // multiple + 1) * multiple) if value]
                 raise ArgumentError(f"{name} is {size}; with dtype float8_e4m3fn it must be a multiple of {multiple}{why}, since a "
                                     f"scale covers {SCALE_BLOCK} columns; nearest: {' or '.join(map(str, near))}")
+
+    def _scaled_sizes(self) -> dict[str, tuple[int, int, str]]:
+        """Sizes that scales must fit, by name: (size, wanted multiple, why)."""
+        step = SCALE_BLOCK * (self.world if self.mode == "tp" else 1)
+        return {"hidden_size": (self.hidden, SCALE_BLOCK, ""),
+                "intermediate_size": (self.intermediate_size, step, " (128 for each rank)" if step > SCALE_BLOCK else "")}
 
     @property
     def quantised(self) -> bool:

@@ -14,6 +14,7 @@ from moe_tk.memory.nvlink_layout import (
     INT32_MAX,
     MAX_WORLD,
     MIN_COLUMN_BLOCK,
+    SCALE_BLOCK,
     NvlinkGeometry,
 )
 from moe_tk.schedule.capacity import ceil_div
@@ -38,13 +39,16 @@ class RoutedOpsGeometry(NvlinkGeometry):
     def local_intermediate(self) -> int:
         return self.width
 
+    def _scaled_sizes(self) -> dict[str, tuple[int, int, str]]:
+        return {"hidden_size": (self.hidden, SCALE_BLOCK, ""), "I of this rank": (self.width, SCALE_BLOCK, "")}
+
     def shared_key(self) -> str:
         """Hash of the fields that must be equal on all ranks (16 hex digits)."""
         return _key(self, ("rank", "width", "intermediate_size"))
 
 
 def routed_row_items(g: RoutedOpsGeometry) -> tuple[Item, ...]:
-    """Work buffers: the activation is the caller's tensor."""
+    """Work buffers: the activation and, in e4m3, its scales are the caller's tensors."""
     return place([("slot_rows", (g.max_slots, g.hidden), 2, "the experts' outputs"),
                   ("activated", (0,), 2, "a tensor of the call")])
 

@@ -79,7 +79,7 @@ class DenseSession(NvlinkSession):
 
 
 class RoutedOpsSession(NvlinkSession):
-    """Calls of dispatch_gemm, gemm_combine and mega_moe on one workspace."""
+    """Calls of dispatch_gemm, gemm_combine and mega_moe on one workspace, in bfloat16 or e4m3 as its geometry says."""
 
     WORKSPACE, NATIVE = RoutedOpsWorkspace, "RoutedWorkspace"
 
@@ -90,8 +90,9 @@ class RoutedOpsSession(NvlinkSession):
 
     def call(self, fields: dict[str, Any], *, stages: int, timeout_s: float, stream: torch.cuda.Stream) -> None:
         """Launches a call from its tensors and numbers; tensors that a stage does not use may be missing."""
-        nothing = dict.fromkeys(("hidden_states", "topk_ids", "topk_weights", "out", "w13", "w2", "activated", "expert_offsets",
-                                 "slots_out", "num_tokens", "variant", "rows", "stride", "signature"), 0)
+        nothing = dict.fromkeys(("hidden_states", "hidden_scales", "topk_ids", "topk_weights", "out", "w13", "w13_scales", "w2",
+                                 "w2_scales", "activated", "activated_scales", "expert_offsets", "slots_out", "num_tokens",
+                                 "variant", "rows", "stride", "signature"), 0)
         plain = {"refused": False, "ids_are_64": False, "weights_are_bf16": False, "weights_before_l2": False, "alpha": 1.0,
                  "beta": 0.0, "limit": float("inf")}
         values = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()}

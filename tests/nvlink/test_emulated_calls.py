@@ -259,6 +259,24 @@ def test_watermarks_that_are_ahead_are_refreshed(library):
         assert {value - last - 1 for value in rank.region("combined", torch.int32).tolist()} <= {-1, 0}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("mode", ["ep", "tp"])
+def test_a_call_without_rows_sends_none(library, dtype, mode):
+    """gemm_combine has tokens with a routing, but no rows of theirs: tables as always, and the places for rows stay as they are."""
+    emulation, draw = Emulation(library, dtype=dtype, **sizes(2, 40, 4, 6, 256, 512, mode, 1)), random.Random(4)
+    for rank in emulation.ranks:
+        rank.poison()
+    arguments = [draw_arguments(draw, rank, 6, True) for rank in emulation.ranks]
+    for a in arguments:
+        a.x, a.scales, a.ids, a.weights = torch.zeros(40, 256).bfloat16(), None, torch.randint(0, 6, (40, 4)), torch.ones(40, 4)
+        a.options.update(only_open=1, hidden_states=0)
+    emulation.call(arguments, 4)
+    for rank in emulation.ranks:
+        assert rank.mailbox[FAILED] == 0 == rank.mailbox[VOID_REASON]
+        check_tables(rank, arguments)
+        assert (rank.region("rows") == emulated.POISON).all()
+
+
 @pytest.mark.parametrize("how", ["takes_part", "only_open"])
 @pytest.mark.parametrize("dtype, serial", [("bfloat16", 0), ("bfloat16", 1), ("float8_e4m3fn", 0)])
 def test_a_rank_that_does_not_come_stops_nobody_for_ever(library, dtype, serial, how):

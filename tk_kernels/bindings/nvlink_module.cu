@@ -1,6 +1,7 @@
 // Python bindings of the fused layer over NVLink. Device pointers and streams are integers; nothing here includes torch.
 // with: tk_kernels/nvlink/open_call.cu tk_kernels/nvlink/fused_gemm.cu tk_kernels/nvlink/fused_gemm_fp8.cu
 // with: tk_kernels/bindings/nvlink_ops.cu tk_kernels/nvlink/dense.cu tk_kernels/nvlink/routed_ops.cu tk_kernels/nvlink/serial.cu
+// with: tk_kernels/nvlink/routed_ops_fp8.cu
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
