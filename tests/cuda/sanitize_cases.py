@@ -27,6 +27,7 @@ from moe_tk.planner import FUSED_VARIANTS
 from tests.cuda.checks import BUDGET, Case, Data, Ranks
 from tests.cuda.checks_fp8 import ScaledData, fp8_layer
 from tests.cuda.checks_ops import Dense, Routed
+from tests.cuda.checks_ops_fp8 import ScaledRouted
 
 LIMIT_S = 100.0  # a checked kernel takes its time
 FEW_SMS = 16     # the least that a launch of the layer takes
@@ -95,6 +96,16 @@ def call_routed(ranks: Ranks, case: Case) -> int:
     return 3
 
 
+def call_routed_fp8(ranks: Ranks, case: Case, given: bool) -> int:
+    call = ScaledRouted(ranks, ScaledData(case, ranks), case, True, given)
+    results = call.all()
+    ops.synchronize()
+    call.check_dispatch(*results[:4])
+    for name, out in zip(("gemm_combine", "mega_moe"), results[4:], strict=True):
+        call.check_out(name, out)
+    return 3
+
+
 def small_cases(ranks: Ranks) -> Cases:
     few = on_few_sms(ranks)
     for mode, row_block in (("ep", 64), ("tp", 128)):
@@ -107,6 +118,7 @@ def small_cases(ranks: Ranks) -> Cases:
     for tokens in (33, 150):  # row blocks of 64 and of 128
         yield f"dense ops {tokens}", partial(call_dense, ranks, tokens, 392)
     yield "routed ops", partial(call_routed, ranks, replace(ROUND, row_block=None, segments=None))
+    yield "routed ops in e4m3", partial(call_routed_fp8, ranks, replace(ROUND_FP8, row_block=None, segments=None), False)
 
 
 def more_cases(ranks: Ranks) -> Cases:
@@ -128,6 +140,8 @@ def more_cases(ranks: Ranks) -> Cases:
         for mode in ("ep", "tp"):
             case = Case(tokens, 2, 3, (tokens, 9), mode, hidden=72, inter=48)
             yield f"routed ops {mode} {tokens}", partial(call_routed, ranks, case)
+            scaled = replace(case, hidden=256, inter=128 * ranks.world)
+            yield f"routed ops in e4m3 {mode} {tokens}", partial(call_routed_fp8, ranks, scaled, True)
 
 
 def ranks_of(place: list[str]) -> Ranks:
