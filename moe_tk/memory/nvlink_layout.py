@@ -90,6 +90,16 @@ class NvlinkGeometry:
         return ceil_div(self.hidden + 4 * (self.hidden // SCALE_BLOCK), 128) * 128
 
     @property
+    def row_senders(self) -> int:
+        """Ranks whose rows are written here. e4m3 rows are quantised, and so written, for this rank too."""
+        return self.world if self.quantised else self.world - 1
+
+    @property
+    def partial_senders(self) -> int:
+        """Ranks whose partial rows are written here."""
+        return self.world
+
+    @property
     def num_local_experts(self) -> int:
         """Experts of this rank."""
         return local_experts(self.num_experts, self.world, self.rank, self.mode)[1]
@@ -134,16 +144,15 @@ class NvlinkGeometry:
 
 def symmetric_items(g: NvlinkGeometry) -> tuple[Item, ...]:
     """Regions of one rank's segment. Fields of nvlink::heap_offsets."""
-    senders = g.world if g.quantised else g.world - 1  # e4m3 rows are quantised, and so written, for this rank too
     return place([
         ("control", (CONTROL_BYTES,), 1, "abort flag and wait records of every rank"),
         ("headers", (2, g.world, HEADER_BYTES), 1, "what each rank says about its call"),
         ("posted", (g.world, FLAG_LINE_BYTES), 1, "epoch of each header"),
         ("rows_posted", (g.world, FLAG_LINE_BYTES), 1, "epoch of the rows of each rank"),
         ("routing", (2, g.world, g.max_tokens, g.top_k), 8, "expert and weight of each pair of all ranks"),
-        ("rows", (senders, g.max_tokens, g.row_bytes), 1, "tokens that have work here (e4m3: with their scales), by owner"),
+        ("rows", (g.row_senders, g.max_tokens, g.row_bytes), 1, "tokens that have work here (e4m3: with their scales), by owner"),
         ("combined", (g.world, g.job_chunks, MAX_COL_GROUPS), 4, "watermark of each chunk of partial rows, by column group"),
-        ("planes", (g.world, g.max_tokens, g.hidden), 2, "partial rows from each rank"),
+        ("planes", (g.partial_senders, g.max_tokens, g.hidden), 2, "partial rows from each rank"),
     ])
 
 

@@ -5,15 +5,15 @@ one rank raise ArgumentError there and PeerRefused on the others; a rank that do
 timeout_s (default MOE_TK_TIMEOUT_S), one that died PeerLost; the ops of that group refuse calls from then on, until
 release_ops_memory() has been called on every rank. Forward only.
 
-Tensors on the CPU, or on GPUs that are joined by NVLink (docs/nvlink.md): bfloat16, and e4m3 in dispatch_gemm, gemm_combine and
-mega_moe. There calls return at once and can be captured in CUDA graphs after a first call of that size; a failure is raised by
-the next op of the group or by synchronize(), and the results are NaN. Ranks tell each other what they call as part of the call:
-one that differs is computed by none.
+Tensors on the CPU, or on GPUs that are joined by NVLink (docs/nvlink.md): bfloat16 and e4m3. There calls return at once and
+can be captured in CUDA graphs after a first call of that size; a failure is raised by the next op of the group or by
+synchronize(), and the results are NaN. Ranks tell each other what they call as part of the call: one that differs is computed by
+none.
 
-e4m3 (docs/fp8.md): the weights say so. They come in the kernels' order with their scale pairs, which scaled_weights makes once
-from a checkpoint's; no call converts or keeps any. hidden_states are bfloat16, quantised on their way out of this rank, or
-e4m3 [T, H] with hidden_scales [T, H / 128] float32, value = hidden * scale. Sums between ranks and results are bfloat16. H and I
-of each rank are multiples of 128.
+e4m3 (docs/fp8.md): the weights say so. They come in the kernels' order with their scale pairs, which scaled_weights (dense:
+quantise_weights and scale_pairs) makes once from a checkpoint's; no call converts or keeps any. hidden_states are bfloat16,
+quantised on their way out of this rank, or e4m3 [T, H] with hidden_scales [T, H / 128] float32, value = hidden * scale. Sums
+between ranks and results are bfloat16. H and I of each rank are multiples of 128.
 """
 
 from __future__ import annotations
@@ -53,27 +53,35 @@ def _name_of(group: Any) -> str:
     return (group.get_group() if isinstance(group, DeviceMesh) else group).group_name
 
 
-def ag_gemm(x: Tensor, weight: Tensor, *, group: Any = None, timeout_s: float | None = None) -> Tensor:
+def ag_gemm(x: Tensor, weight: Tensor, *, group: Any = None, timeout_s: float | None = None,
+            x_scales: Tensor | None = None, weight_scales: Tensor | None = None) -> Tensor:
     """all_gather(x) @ weight.T, computed row block by row block as rows arrive.
 
     x [T, H] bfloat16 or float32, T equal on all ranks, H a multiple of 8; weight [N, H] of this rank (on CUDA N is a multiple of
     8). Returns [world * T, N], rank r's rows at r * T.
+
+    e4m3 (CUDA): weight [N, H] with weight_scales [ceil(N/128), H/128, 2], one expert of quantise_weights and scale_pairs; x
+    bfloat16, or e4m3 with x_scales [T, H / 128]; H a multiple of 128. The result is bfloat16.
     """
     if _compiling():
-        return torch.ops.moe_tk.ag_gemm(x, weight, _name_of(group), timeout_s)
-    return functional.ag_gemm(x, weight, resolve_group(group), timeout_s)
+        return torch.ops.moe_tk.ag_gemm(x, weight, _name_of(group), timeout_s, x_scales, weight_scales)
+    return functional.ag_gemm(x, weight, resolve_group(group), timeout_s, x_scales, weight_scales)
 
 
-def gemm_rs(x: Tensor, weight: Tensor, *, group: Any = None, timeout_s: float | None = None) -> Tensor:
+def gemm_rs(x: Tensor, weight: Tensor, *, group: Any = None, timeout_s: float | None = None,
+            x_scales: Tensor | None = None, weight_scales: Tensor | None = None) -> Tensor:
     """reduce_scatter(x @ weight.T): each row goes to its owner as soon as it is computed and is summed there in rank order.
 
     x [M, K] and weight [N, K]: this rank's part of K (parts may differ in width, from 1); M equal on all ranks and a multiple of
     world, N a multiple of 8 (on CUDA K too). Each rank's partial sum is rounded to the type of x, the sum over ranks is in float32.
     Returns rows rank * M / world ... of the sum, [M / world, N].
+
+    e4m3 (CUDA): weight as in ag_gemm; x e4m3 with x_scales [K / 128, M], both as quantise_rows makes them: rows that do not travel
+    have their scales in the engine's order. K is a multiple of 128. Partial sums and result are bfloat16.
     """
     if _compiling():
-        return torch.ops.moe_tk.gemm_rs(x, weight, _name_of(group), timeout_s)
-    return functional.gemm_rs(x, weight, resolve_group(group), timeout_s)
+        return torch.ops.moe_tk.gemm_rs(x, weight, _name_of(group), timeout_s, x_scales, weight_scales)
+    return functional.gemm_rs(x, weight, resolve_group(group), timeout_s, x_scales, weight_scales)
 
 
 def dispatch_gemm(hidden_states: Tensor, topk_ids: Tensor, w13: Tensor, *, num_experts: int, topk_weights: Tensor | None = None,

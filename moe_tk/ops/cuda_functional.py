@@ -1,5 +1,4 @@
-"""The ops on CUDA tensors over NVLink, the routed ones also in e4m3. Checks, one workspace, launches on the current stream;
-nothing waits on the host.
+"""The ops on CUDA tensors over NVLink. Checks, one workspace, launches on the current stream; nothing waits on the host.
 
 A call that some rank refuses, or that differs between ranks, is computed by none: its result is NaN, and the next op of the
 group (or moe_tk.ops.synchronize) raises. See moe_tk.ops for arguments and results.
@@ -17,6 +16,7 @@ from moe_tk.errors import ArgumentError
 from moe_tk.group import RankGroup
 from moe_tk.memory.nvlink_layout import SCALE_BLOCK
 from moe_tk.memory.nvlink_ops_layout import DenseGeometry, RoutedOpsGeometry
+from moe_tk.ops import cuda_scaled_dense
 from moe_tk.ops.cuda_checks import (
     BF16,
     check_activated,
@@ -25,6 +25,7 @@ from moe_tk.ops.cuda_checks import (
     check_ids,
     check_second,
     check_stride,
+    check_unscaled,
     is_e4m3,
     readable,
 )
@@ -40,8 +41,11 @@ from moe_tk.schedule import local_experts
 from moe_tk.sizes import check_one_of, check_width
 
 
-def ag_gemm(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None) -> Tensor:
+def ag_gemm(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None, x_scales: Tensor | None,
+            weight_scales: Tensor | None) -> Tensor:
     """all_gather(x) @ weight.T: [world * T, N]. H and N are multiples of 8."""
+    if is_e4m3(weight):
+        return cuda_scaled_dense.ag_gemm(x, weight, group, timeout_s, x_scales, weight_scales)
     with one_call("ag_gemm", group, x.device, timeout_s) as (ops, seconds):
 
         def check() -> tuple[Tensor, Tensor]:
@@ -49,6 +53,8 @@ def ag_gemm(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None
             check_width("x.size(1)", rows.shape[1])
             w = check_tensor("weight", weight, dtypes=BF16, shape=(None, rows.shape[1]), layout="[N, H]", device=x.device)
             check_width("weight.size(0)", w.shape[0])
+            check_unscaled("x_scales", x_scales, "x", rows.dtype)
+            check_unscaled("weight_scales", weight_scales, "weight", w.dtype)
             return readable("x", rows), readable("weight", w)
 
         rows, w = checked("ag_gemm", ops, seconds, check)
@@ -61,8 +67,11 @@ def ag_gemm(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None
     return out
 
 
-def gemm_rs(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None) -> Tensor:
+def gemm_rs(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None, x_scales: Tensor | None,
+            weight_scales: Tensor | None) -> Tensor:
     """reduce_scatter(x @ weight.T): [M / world, N]. K and N are multiples of 8. Partial rows travel in bfloat16."""
+    if is_e4m3(weight):
+        return cuda_scaled_dense.gemm_rs(x, weight, group, timeout_s, x_scales, weight_scales)
     with one_call("gemm_rs", group, x.device, timeout_s) as (ops, seconds):
 
         def check() -> tuple[Tensor, Tensor]:
@@ -70,6 +79,8 @@ def gemm_rs(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None
             check_width("x.size(1)", rows.shape[1])
             w = check_tensor("weight", weight, dtypes=BF16, shape=(None, rows.shape[1]), layout="[N, K]", device=x.device)
             check_width("weight.size(0)", w.shape[0])
+            check_unscaled("x_scales", x_scales, "x", rows.dtype)
+            check_unscaled("weight_scales", weight_scales, "weight", w.dtype)
             check_divides(rows.shape[0], group.world)
             return readable("x", rows), readable("weight", w)
 
@@ -120,11 +131,12 @@ class _Routed:
 
     def fields(self, session: Any, ids: Tensor, weights: Tensor | None, activation: _Activation, **more: Any) -> dict[str, Any]:
         """Fields of a call; weights None: all ones. Scales that a call does not have are None."""
-        weights = session.ones if weights is None else weights
+        weights, bytes_each = session.ones if weights is None else weights, activation.values.element_size()
         fields = {"topk_ids": ids, "topk_weights": weights, "ids_are_64": ids.dtype == torch.int64,
                   "weights_are_bf16": weights.dtype == torch.bfloat16, "variant": variant_index(self.dtype, self.row_block),
                   "signature": self.signature, "num_tokens": ids.shape[0], "activated": activation.values,
-                  "activated_scales": activation.scales, "rows": activation.values.shape[0], **more}
+                  "activated_scales": activation.scales, "rows": activation.values.shape[0], "row_bytes": self.inter * bytes_each,
+                  "scales_stride": 0 if activation.scales is None else activation.scales.shape[1], **more}
         return {name: value for name, value in fields.items() if value is not None}
 
 

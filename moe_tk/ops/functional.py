@@ -73,12 +73,14 @@ def _dense_session(group: RankGroup, agreement: Agreement, *, hidden: int, colum
     return data_session(group, make, agreement, agreement.tokens[0])
 
 
-def ag_gemm(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None) -> Tensor:
+def ag_gemm(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None, x_scales: Tensor | None = None,
+            weight_scales: Tensor | None = None) -> Tensor:
     """all_gather(x) @ weight.T: x [T, H] of this rank, weight [N, H] of this rank; returns [world * T, N]. T equal on all ranks."""
     if (cuda := _cuda_ops(x)) is not None:
-        return cuda.ag_gemm(x, weight, group, timeout_s)
+        return cuda.ag_gemm(x, weight, group, timeout_s, x_scales, weight_scales)
 
     def check() -> Request:
+        _check_unquantised(x=x, weight=weight, x_scales=x_scales, weight_scales=weight_scales)
         rows = check_tensor("x", x, dtypes=COMPUTE_DTYPES, shape=(None, None), layout="[T, H]")
         check_width("x.size(1)", rows.shape[1])
         w = check_tensor("weight", weight, dtypes=(rows.dtype,), shape=(None, rows.shape[1]), layout="[N, H]")
@@ -100,15 +102,17 @@ def ag_gemm(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None
     return out
 
 
-def gemm_rs(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None) -> Tensor:
+def gemm_rs(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None, x_scales: Tensor | None = None,
+            weight_scales: Tensor | None = None) -> Tensor:
     """reduce_scatter(x @ weight.T): x [M, K] and weight [N, K] of this rank's part of K; returns rows of this rank, [M / world, N].
 
     M is equal on all ranks and a multiple of world; K may differ.
     """
     if (cuda := _cuda_ops(x)) is not None:
-        return cuda.gemm_rs(x, weight, group, timeout_s)
+        return cuda.gemm_rs(x, weight, group, timeout_s, x_scales, weight_scales)
 
     def check() -> Request:
+        _check_unquantised(x=x, weight=weight, x_scales=x_scales, weight_scales=weight_scales)
         rows = check_tensor("x", x, dtypes=COMPUTE_DTYPES, shape=(None, None), layout="[M, K]")
         check_count("x.size(1)", rows.shape[1])
         w = check_tensor("weight", weight, dtypes=(rows.dtype,), shape=(None, rows.shape[1]), layout="[N, K]")

@@ -36,25 +36,27 @@ def _(hidden_states, topk_ids, topk_weights, layer):
 
 
 @custom_op("moe_tk::ag_gemm", mutates_args=())
-def ag_gemm(x: Tensor, weight: Tensor, group: str, timeout_s: float | None = None) -> Tensor:
+def ag_gemm(x: Tensor, weight: Tensor, group: str, timeout_s: float | None = None, x_scales: Tensor | None = None,
+            weight_scales: Tensor | None = None) -> Tensor:
     """functional.ag_gemm"""
-    return functional.ag_gemm(x, weight, group_by_name(group), timeout_s)
+    return functional.ag_gemm(x, weight, group_by_name(group), timeout_s, x_scales, weight_scales)
 
 
 @ag_gemm.register_fake
-def _(x, weight, group, timeout_s=None):
-    return x.new_empty(group_by_name(group).world * x.shape[0], weight.shape[0])
+def _(x, weight, group, timeout_s=None, x_scales=None, weight_scales=None):
+    return x.new_empty(group_by_name(group).world * x.shape[0], weight.shape[0], dtype=_result_dtype(x))
 
 
 @custom_op("moe_tk::gemm_rs", mutates_args=())
-def gemm_rs(x: Tensor, weight: Tensor, group: str, timeout_s: float | None = None) -> Tensor:
+def gemm_rs(x: Tensor, weight: Tensor, group: str, timeout_s: float | None = None, x_scales: Tensor | None = None,
+            weight_scales: Tensor | None = None) -> Tensor:
     """functional.gemm_rs"""
-    return functional.gemm_rs(x, weight, group_by_name(group), timeout_s)
+    return functional.gemm_rs(x, weight, group_by_name(group), timeout_s, x_scales, weight_scales)
 
 
 @gemm_rs.register_fake
-def _(x, weight, group, timeout_s=None):
-    return x.new_empty(x.shape[0] // group_by_name(group).world, weight.shape[0])
+def _(x, weight, group, timeout_s=None, x_scales=None, weight_scales=None):
+    return x.new_empty(x.shape[0] // group_by_name(group).world, weight.shape[0], dtype=_result_dtype(x))
 
 
 @custom_op("moe_tk::dispatch_gemm", mutates_args=())

@@ -16,8 +16,6 @@ from torch.library import opcheck
 from moe_tk import ops, reference
 from moe_tk.errors import ArgumentError, MoETkError, PeerRefused
 from moe_tk.memory.layout import end_of
-from moe_tk.memory.nvlink_layout import symmetric_items, table_items
-from moe_tk.memory.nvlink_ops_layout import routed_row_items
 from moe_tk.ops import cuda_sessions, functional, gemm_weights
 from moe_tk.schedule import Tables, build_tables
 from tests.cuda.checks import Case, Ranks
@@ -25,6 +23,7 @@ from tests.cuda.checks_fp8 import BUDGET, E4M3, EXACT_BUDGET, ScaledData, fp8_la
 from tests.cuda.checks_ops import alone, both, poison
 
 Results = tuple[torch.Tensor, ...]
+
 FEW = 10**4  # activations with which errors have no mean yet
 
 
@@ -175,7 +174,7 @@ def routed(ranks: Ranks) -> None:
         for session in held.sessions():
             g = session.geometry
             if getattr(g, "quantised", False):
-                want = end_of(symmetric_items(g)) + end_of(table_items(g)) + end_of(routed_row_items(g))
+                want = sum(end_of(items) for items in session.workspace.items_of(g))
                 assert session.workspace.allocated_bytes == want, "memory is what the geometry says"
 
 

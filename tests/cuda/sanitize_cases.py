@@ -25,6 +25,7 @@ from moe_tk import ops
 from moe_tk.ops.gemm_weights import quantise_rows
 from moe_tk.planner import FUSED_VARIANTS
 from tests.cuda.checks import BUDGET, Case, Data, Ranks
+from tests.cuda.checks_dense_fp8 import ScaledDense
 from tests.cuda.checks_fp8 import ScaledData, fp8_layer
 from tests.cuda.checks_ops import Dense, Routed
 from tests.cuda.checks_ops_fp8 import ScaledRouted
@@ -86,6 +87,12 @@ def call_dense(ranks: Ranks, tokens: int, depth: int) -> int:
     return 2
 
 
+def call_dense_fp8(ranks: Ranks, tokens: int, depth: int) -> int:
+    dense = ScaledDense(ranks, tokens, depth, 264)
+    dense.check(dense.gather(), dense.scatter(), tokens)
+    return 2
+
+
 def call_routed(ranks: Ranks, case: Case) -> int:
     call = Routed(ranks, Data(case, ranks), case, True)
     dispatched = call.dispatch()
@@ -117,6 +124,7 @@ def small_cases(ranks: Ranks) -> Cases:
         yield f"two passes {what}", partial(call, counts, passes=2)
     for tokens in (33, 150):  # row blocks of 64 and of 128
         yield f"dense ops {tokens}", partial(call_dense, ranks, tokens, 392)
+        yield f"dense ops in e4m3 {tokens}", partial(call_dense_fp8, ranks, tokens, 768)
     yield "routed ops", partial(call_routed, ranks, replace(ROUND, row_block=None, segments=None))
     yield "routed ops in e4m3", partial(call_routed_fp8, ranks, replace(ROUND_FP8, row_block=None, segments=None), False)
 

@@ -1,29 +1,21 @@
-"""The routed ops in e4m3 as far as they can be checked without a GPU: sizes, weights, what a call hands on, errors, torch ops."""
+"""The routed ops in e4m3 as far as they can be checked without a GPU: memory, weights, what a call hands on, errors."""
 
 from __future__ import annotations
 
-import contextlib
-import re
 from types import SimpleNamespace
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.library import opcheck
+from scaled_calls import E4M3, EXPERTS, HIDDEN, INTER, ROWS, TOKENS, Arguments, bits, checkpoint, fields_of_binding
 
 from moe_tk import ops, reference
-from moe_tk.builder.native_root import native_root
 from moe_tk.errors import ArgumentError, ArgumentTypeError
 from moe_tk.group import SINGLE
 from moe_tk.memory.nvlink_layout import NvlinkGeometry, symmetric_items, table_items
 from moe_tk.memory.nvlink_ops_layout import RoutedOpsGeometry, routed_row_items
-from moe_tk.ops import cuda_checks, cuda_functional, functional, gemm_weights, registered
+from moe_tk.ops import cuda_checks, gemm_weights
 from moe_tk.planner import FUSED_VARIANTS
-from moe_tk.runtime.nvlink_ops import ROUTED_GATHER, RoutedOpsSession, RoutedOpsWorkspace
-
-E4M3 = torch.float8_e4m3fn
-CPU = torch.device("cpu")
-HIDDEN, INTER, EXPERTS, TOKENS, ROWS = 256, 128, 6, 9, 64 * (1 + 6)
+from moe_tk.runtime.nvlink_ops import RoutedOpsWorkspace
 
 
 def geometry(**changes) -> RoutedOpsGeometry:
@@ -63,16 +55,6 @@ def test_sizes_that_scales_do_not_fit_are_refused(changes, text):
     with pytest.raises(ArgumentError, match=text):
         geometry(**changes)
     geometry(dtype="bfloat16", **changes)
-
-
-def checkpoint(experts: int = EXPERTS, inter: int = INTER, hidden: int = HIDDEN) -> tuple[torch.Tensor, torch.Tensor]:
-    draw = torch.Generator().manual_seed(7)
-    return (torch.randn(experts, 2 * inter, hidden, generator=draw).bfloat16(),
-            torch.randn(experts, hidden, inter, generator=draw).bfloat16())
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(torch.uint8)
 
 
 def test_weights_of_a_checkpoint_come_in_the_order_of_the_grouped_gemm():
@@ -120,67 +102,6 @@ def test_checkpoints_that_cannot_be_are_refused(change, error, text):
         ops.scaled_weights(first, second, w13_scale=first_scale, w2_scale=second_scale)
 
 
-class FakeSession(RoutedOpsSession):
-    """A session whose calls end before the launch; results are zeros."""
-
-    def __init__(self, geometry) -> None:
-        self.geometry, self.device, self.calls = geometry, CPU, []
-        self.ones = torch.ones(geometry.max_tokens * geometry.top_k)
-        self.workspace = SimpleNamespace(local=lambda name, dtype: torch.zeros(8, dtype=dtype))
-        self.native = SimpleNamespace(run=lambda call, **options: self.calls.append((call, options)))
-
-    def call(self, fields, *, stages, **options) -> None:
-        given = ("activated", "activated_scales") if not stages & ROUTED_GATHER else ()
-        for name in {"activated", "activated_scales", "expert_offsets", "slots_out", "out"} & fields.keys() - set(given):
-            bits(fields[name]).zero_()
-        super().call(fields, stages=stages, **options)
-
-
-@pytest.fixture
-def sessions(monkeypatch):
-    """Sessions of the calls made, on a machine that may have no GPU."""
-    made = []
-
-    def session(op, geometry, *, timeout_s):
-        made.append(FakeSession(geometry))
-        return made[-1]
-
-    held = SimpleNamespace(session=session, stream=lambda: SimpleNamespace(cuda_stream=0))
-    monkeypatch.setattr(cuda_functional, "one_call", lambda *a: contextlib.nullcontext((held, 1.0)))
-    monkeypatch.setattr(cuda_functional, "checked", lambda op, held, seconds, check: check())
-    return made
-
-
-class Arguments:
-    """Of calls of one process, right in all."""
-
-    def __init__(self, quantised_rows: bool = False, quantised: bool = True) -> None:
-        w13, w2 = checkpoint()
-        self.hidden, self.hidden_scales = torch.randn(TOKENS, HIDDEN).bfloat16(), None
-        if quantised_rows:
-            rows, scales = ops.quantise_rows(self.hidden)
-            self.hidden, self.hidden_scales = rows, scales.t().contiguous()
-        self.ids, self.weights = torch.randint(-1, 7, (TOKENS, 2)), torch.rand(TOKENS, 2)
-        self.activated, self.activated_scales = torch.zeros(ROWS, INTER, dtype=torch.bfloat16), None
-        self.kept = SimpleNamespace(w13=w13, w2=w2, w13_scales=None, w2_scales=None)
-        if quantised:
-            self.kept = SimpleNamespace(**vars(ops.scaled_weights(w13, w2)))
-            self.activated, self.activated_scales = ops.quantise_rows(torch.randn(ROWS, INTER))
-
-    def call(self, op: str, **changes):
-        kept = self.kept
-        common = dict(topk_ids=self.ids, topk_weights=self.weights, num_experts=EXPERTS, mode="ep", tokens_per_rank=None,
-                      group=SINGLE, timeout_s=None)
-        act = dict(activation="swiglu", swiglu_limit=None)
-        rows = dict(hidden_states=self.hidden, hidden_scales=self.hidden_scales)
-        first, second = dict(w13=kept.w13, w13_scales=kept.w13_scales), dict(w2=kept.w2, w2_scales=kept.w2_scales)
-        arguments = {
-            "dispatch_gemm": dict(**common, **act, **rows, **first),
-            "gemm_combine": dict(**common, **second, activated=self.activated, activated_scales=self.activated_scales),
-            "mega_moe": dict(**common, **act, **rows, **first, **second, weight_position="before_l2")}[op]
-        return getattr(cuda_functional, op)(**{**arguments, **changes})
-
-
 NAMES = ("dispatch_gemm", "gemm_combine", "mega_moe")
 
 
@@ -188,12 +109,10 @@ NAMES = ("dispatch_gemm", "gemm_combine", "mega_moe")
 @pytest.mark.parametrize("quantised", [False, True])
 def test_what_a_call_hands_on_is_what_the_binding_reads(op, quantised, sessions):
     """Fields by name, as nvlink_ops.cu takes them out; pointers to what the caller gave; e4m3 tiles in e4m3 calls."""
-    source = (native_root() / "tk_kernels/bindings/nvlink_ops.cu").read_text().split('fields f(values, "routed call")')[1]
-    wanted = set(re.findall(r'f\.(?:get|pointer)<\w+>\("(\w+)"\)', source.split("f.done()")[0]))
     arguments = Arguments(quantised=quantised)
     arguments.call(op)
     (call, _), = sessions[0].calls
-    assert set(call) == wanted
+    assert set(call) == fields_of_binding()
     assert sessions[0].geometry.quantised == quantised
     variant = FUSED_VARIANTS["float8_e4m3fn" if quantised else "bfloat16"][call["variant"]]
     assert (variant.row_block, variant.gather_cols, variant.scatter_cols) == (64, 256, 256)
@@ -203,7 +122,8 @@ def test_what_a_call_hands_on_is_what_the_binding_reads(op, quantised, sessions)
         scales = getattr(kept, f"{weight}_scales")
         assert call[weight] == getattr(kept, weight).data_ptr(), "weights are read as they are given"
         assert call[f"{weight}_scales"] == (scales.data_ptr() if quantised else 0)
-    assert bool(call["activated_scales"]) == quantised
+    assert bool(call["activated_scales"]) == quantised and call["row_bytes"] == INTER * (1 if quantised else 2)
+    assert call["scales_stride"] == (ROWS if quantised else 0)
     if op == "gemm_combine":
         assert call["activated"] == arguments.activated.data_ptr() and call["hidden_states"] == 0
         assert call["activated_scales"] == (arguments.activated_scales.data_ptr() if quantised else 0)
@@ -242,7 +162,6 @@ def test_signatures_tell_dtypes_apart(sessions):
         Arguments(rows, quantised).call("mega_moe")
         signatures.append(sessions[-1].calls[0][0]["signature"])
     assert signatures[0] != signatures[1] == signatures[2], "rows of one rank may come quantised, and another one's not"
-
 
 
 WRONG = [  # (op, rows come quantised, weights are e4m3, changes, class, text)
@@ -329,96 +248,6 @@ def test_scales_with_bfloat16_on_the_cpu_are_refused(name):
         ops.mega_moe(arguments.hidden, arguments.ids, arguments.weights, arguments.kept.w13, arguments.kept.w2, num_experts=EXPERTS,
                      group=SINGLE, **{name: torch.ones(1)})
     ops.release_ops_memory()
-
-
-def samples(arguments: Arguments) -> dict[str, tuple]:
-    """Arguments of the torch ops."""
-    a, kept = arguments, arguments.kept
-    return {
-        "dispatch_gemm_scaled": (a.hidden, a.ids, a.weights, kept.w13, EXPERTS, "ep", None, "swiglu", None, "single", None,
-                                 kept.w13_scales, a.hidden_scales),
-        "gemm_combine": (a.activated, a.ids, None, kept.w2, EXPERTS, "ep", None, "single", None, a.activated_scales,
-                         kept.w2_scales),
-        "mega_moe": (a.hidden, a.ids, a.weights, kept.w13, kept.w2, EXPERTS, "ep", "swiglu", None, "combine", "single", None, None,
-                     kept.w13_scales, kept.w2_scales, a.hidden_scales)}
-
-
-@pytest.fixture
-def on_the_host(monkeypatch, sessions):
-    """The functional level takes the way of CUDA tensors, up to the launch."""
-    monkeypatch.setattr(functional, "_cuda_ops", lambda first: cuda_functional)
-    monkeypatch.setattr(registered, "routed_row_block", lambda on_cuda, **sizes: functional.routed_row_block(True, **sizes))
-
-
-@pytest.mark.parametrize("name", ["dispatch_gemm_scaled", "gemm_combine", "mega_moe"])
-@pytest.mark.parametrize("quantised_rows", [False, True])
-def test_ops_01_opcheck_with_scales(name, quantised_rows, on_the_host):
-    """Autograd registration, fake kernel, tracing with symbolic sizes. The schema test cannot compare e4m3 tensors: torch has no
-    arithmetic for them. So what it would see is looked at here: inputs keep their bits, and outputs are new memory."""
-    arguments = samples(Arguments(quantised_rows))[name]
-    op = getattr(torch.ops.moe_tk, name).default
-    checks = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-    assert opcheck(op, arguments, test_utils=checks) == dict.fromkeys(checks, "SUCCESS")
-    given = [a for a in arguments if isinstance(a, torch.Tensor)]
-    before = [bits(a).clone() for a in given]
-    results = op(*arguments)
-    results = results if isinstance(results, tuple) else (results,)
-    assert all(torch.equal(bits(a), b) for a, b in zip(given, before, strict=True))
-    addresses = [tensor.data_ptr() for tensor in (*given, *results)]
-    assert len(set(addresses)) == len(addresses)
-    with FakeTensorMode() as mode:
-        fake = op(*(mode.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in arguments))
-    for r, f in zip(results, fake if isinstance(fake, tuple) else (fake,), strict=True):
-        assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
-
-
-def test_a_bfloat16_call_of_the_scaled_torch_op_is_refused(on_the_host):
-    a = Arguments(quantised=False)
-    with pytest.raises(ArgumentError, match="w13 is torch.bfloat16, wanted float8_e4m3fn"):
-        torch.ops.moe_tk.dispatch_gemm_scaled(a.hidden, a.ids, None, a.kept.w13, EXPERTS, "ep", None, "swiglu", None, "single")
-
-
-def test_compiled_functions_call_the_ops_with_their_scales(on_the_host, sessions):
-    a, kept = Arguments(quantised_rows=True), Arguments().kept
-    options = dict(num_experts=EXPERTS)
-
-    def steps(hidden, scales):
-        activated, _, _, activated_scales = ops.dispatch_gemm(hidden, a.ids, kept.w13, w13_scales=kept.w13_scales,
-                                                              hidden_scales=scales, **options)
-        out = ops.gemm_combine(activated, a.ids, kept.w2, activated_scales=activated_scales, w2_scales=kept.w2_scales, **options)
-        return out + ops.mega_moe(hidden, a.ids, a.weights, kept.w13, kept.w2, w13_scales=kept.w13_scales,
-                                  w2_scales=kept.w2_scales, hidden_scales=scales, **options)
-
-    out = torch.compile(steps, fullgraph=True, backend="aot_eager")(a.hidden, a.hidden_scales)
-    assert out.dtype == torch.bfloat16 and out.shape == (TOKENS, HIDDEN)
-    assert [sorted(name for name in call if name.endswith("_scales") and call[name]) for s in sessions for call, _ in s.calls] == [
-        ["activated_scales", "hidden_scales", "w13_scales"], ["activated_scales", "w2_scales"],
-        ["activated_scales", "hidden_scales", "w13_scales", "w2_scales"]]
-    torch.compiler.reset()
-
-
-def test_older_callers_of_the_torch_ops_need_no_scales():
-    """New arguments are at the end and have defaults: schemas of graphs that were exported before still fit."""
-    for name, last in (("mega_moe", "tokens_per_rank"), ("gemm_combine", "timeout_s"), ("dispatch_gemm", "timeout_s")):
-        arguments = getattr(torch.ops.moe_tk, name).default._schema.arguments
-        names = [argument.name for argument in arguments]
-        after = arguments[names.index(last) + 1:]
-        assert all(argument.has_default_value() and argument.name.endswith("_scales") for argument in after), name
-    assert len(torch.ops.moe_tk.dispatch_gemm.default._schema.returns) == 3
-
-
-def test_ops_01_fake_outputs_on_cuda_have_the_kernels_shapes():
-    """More rows an expert than 96 or so: row blocks of 128, as the kernel has them, not the CPU's."""
-    with FakeTensorMode():
-        x = torch.empty(512, 128, dtype=torch.bfloat16, device="cuda")
-        ids = torch.empty(512, 2, dtype=torch.int64, device="cuda")
-        w13 = torch.empty(6, 512, 128, dtype=E4M3, device="cuda")
-        scales = torch.empty(6, 4, 1, 2, device="cuda")
-        activated, offsets, slots, out_scales = torch.ops.moe_tk.dispatch_gemm_scaled(x, ids, None, w13, 6, "ep", None, "swiglu",
-                                                                                      None, "single", None, scales)
-        rows = 128 * (8 + 6)
-        assert activated.shape == (rows, 256) and activated.dtype == E4M3 and activated.is_cuda
-        assert out_scales.shape == (2, rows) and out_scales.dtype == torch.float32 and offsets.shape == (7,)
 
 
 def test_the_checks_name_what_a_call_in_e4m3_is():

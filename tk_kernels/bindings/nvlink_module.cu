@@ -67,7 +67,7 @@ nvlink::workspace_view read_workspace(const py::dict &values) {
     w.expert_out = f.pointer<void>("expert_out");
     w.activated_scales = f.pointer<float>("activated_scales"), w.quantised = w.call.keeps_own = f.get<bool>("quantised");
     w.num_experts = f.get<int>("num_experts"), w.first_expert = f.get<int>("first_expert"), w.num_local = f.get<int>("num_local");
-    w.tensor_parallel = f.get<bool>("tensor_parallel"), w.max_slots = f.get<int>("max_slots"), w.max_blocks = f.get<int>("max_blocks");
+    w.tensor_parallel = f.get<bool>("tensor_parallel"), w.max_slots = w.scales_stride = f.get<int>("max_slots"), w.max_blocks = f.get<int>("max_blocks");
     w.intermediate = f.get<int>("intermediate"), w.num_sms = f.get<int>("num_sms");
 #ifdef MOE_TK_TRACE
     w.call.stamps = {.headers = f.pointer<stamp_header>("stamp_headers"), .records = f.pointer<stamp_record>("stamp_records"),

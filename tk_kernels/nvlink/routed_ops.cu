@@ -128,8 +128,8 @@ void launch_checkpoint_scatter(const workspace_view &w, const layer_call &call, 
 
 void launch_hand_out(const workspace_view &w, const dispatch_result &result, cudaStream_t stream) {
     const bool scaled = result.scales != nullptr;
-    const hand_out_globals g{.call = w.call, .tables = w.tables, .result = result, .row_bytes = w.intermediate * (scaled ? 1 : 2),
-                             .num_offsets = w.num_local + 1, .nan = scaled ? FOUR_NANS : TWO_NANS};
+    const hand_out_globals g{.call = w.call, .tables = w.tables, .result = result, .row_bytes = result.row_bytes,
+                             .num_offsets = result.expert_offsets ? w.num_local + 1 : 0, .nan = scaled ? FOUR_NANS : TWO_NANS};
     launch(hand_out, 2 * w.num_sms, 256, 1, 0, false, stream, g);
 }
 
