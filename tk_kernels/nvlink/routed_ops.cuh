@@ -3,6 +3,7 @@
 // all rows of, so that slots are rows of the tensor: AG+GEMM is gather_gemm without SwiGLU, GEMM+RS is gemm_scatter.
 #pragma once
 
+#include "dispatch_result.hpp"
 #include "layer.cuh"
 
 namespace moe_tk::nvlink {
@@ -10,15 +11,6 @@ namespace moe_tk::nvlink {
 // Weights [E, N, K] as they are given.
 template <class Base> struct rows_config : Base {
     static constexpr bool TILED_WEIGHTS = false;
-};
-
-struct dispatch_result {
-    void *activated;       // [rows, I]
-    float *scales;         // e4m3: [I / 128, rows] of it, else nullptr
-    int *expert_offsets;   // [E_local + 1], or nullptr: not wanted
-    int *slots;            // [R * stride, k]
-    int rows, stride;      // rows <= max_slots, stride <= max_tokens
-    int row_bytes;         // a multiple of 16
 };
 
 enum routed_stage { ROUTED_OPEN = 1, ROUTED_GATHER = 2, ROUTED_SCATTER = 4, ROUTED_HAND_OUT = 8, ROUTED_PRODUCT = 16 };
