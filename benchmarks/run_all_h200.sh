@@ -17,7 +17,7 @@ build() { timeout 90 "$python" -m tests.build_modules; }  # the layer, traced an
 checks() {  # what a change of the kernels breaks first; the suite has the rest
     local names=tables,layer_against_reference,graphs,refusals,two_passes,checks_variants:bf16,checks_variants:e4m3
     names+=,checks_serial:against_reference,checks_serial:mixed_patterns,checks_serial:missing_rank
-    names+=,checks_fp8:sent_rows,checks_fp8:layer_against_reference,checks_ops:dense,checks_ops:routed
+    names+=,checks_fp8:sent_rows,checks_fp8:layer_against_reference,checks_ops:dense,checks_ops:routed,checks_ops_fp8:routed,checks_dense_fp8:dense
     timeout 60 "$python" -m tests.cuda.ranks $names 2 55
 }
 layer() {

@@ -25,12 +25,16 @@ def check_count(name: str, value: Any, *, least: int = 1, most: int | None = Non
 
 def check_width(name: str, value: Any) -> int:
     """`value`, if rows of that many elements can be moved: a positive multiple of ALIGNMENT."""
+    return check_multiple(name, value, ALIGNMENT, "rows are moved in units of 16 bytes")
+
+
+def check_multiple(name: str, value: Any, step: int, why: str) -> int:
+    """`value`, if it is a positive multiple of `step`."""
     check_count(name, value)
-    if value % ALIGNMENT:
-        below, above = value // ALIGNMENT * ALIGNMENT, -(-value // ALIGNMENT) * ALIGNMENT
+    if value % step:
+        below, above = value // step * step, -(-value // step) * step
         near = f"values are {below} and {above}" if below else f"value is {above}"
-        raise ArgumentError(f"{name} is {value}, wanted a multiple of {ALIGNMENT} (rows are moved in units of 16 bytes); "
-                            f"the nearest valid {near}")
+        raise ArgumentError(f"{name} is {value}, wanted a multiple of {step} ({why}); the nearest valid {near}")
     return value
 
 

@@ -65,14 +65,17 @@ class NvlinkGeometry:
 
     def _check_scale_blocks(self) -> None:
         """Raises ArgumentError where the blocks of scales do not fit the sizes of every rank."""
-        step = SCALE_BLOCK * (self.world if self.mode == "tp" else 1)
-        wanted = {"hidden_size": (self.hidden, SCALE_BLOCK, ""),
-                  "intermediate_size": (self.intermediate_size, step, " (128 for each rank)" if step > SCALE_BLOCK else "")}
-        for name, (size, multiple, why) in wanted.items():
+        for name, (size, multiple, why) in self._scaled_sizes().items():
             if size % multiple:
                 near = [value for value in (size // multiple * multiple, (size // multiple + 1) * multiple) if value]
                 raise ArgumentError(f"{name} is {size}; with dtype float8_e4m3fn it must be a multiple of {multiple}{why}, since a "
                                     f"scale covers {SCALE_BLOCK} columns; nearest: {' or '.join(map(str, near))}")
+
+    def _scaled_sizes(self) -> dict[str, tuple[int, int, str]]:
+        """Sizes that scales must fit, by name: (size, wanted multiple, why)."""
+        step = SCALE_BLOCK * (self.world if self.mode == "tp" else 1)
+        return {"hidden_size": (self.hidden, SCALE_BLOCK, ""),
+                "intermediate_size": (self.intermediate_size, step, " (128 for each rank)" if step > SCALE_BLOCK else "")}
 
     @property
     def quantised(self) -> bool:
@@ -85,6 +88,16 @@ class NvlinkGeometry:
         if not self.quantised:
             return 2 * self.hidden
         return ceil_div(self.hidden + 4 * (self.hidden // SCALE_BLOCK), 128) * 128
+
+    @property
+    def row_senders(self) -> int:
+        """Ranks whose rows are written here. e4m3 rows are quantised, and so written, for this rank too."""
+        return self.world if self.quantised else self.world - 1
+
+    @property
+    def partial_senders(self) -> int:
+        """Ranks whose partial rows are written here."""
+        return self.world
 
     @property
     def num_local_experts(self) -> int:
@@ -131,16 +144,15 @@ class NvlinkGeometry:
 
 def symmetric_items(g: NvlinkGeometry) -> tuple[Item, ...]:
     """Regions of one rank's segment. Fields of nvlink::heap_offsets."""
-    senders = g.world if g.quantised else g.world - 1  # e4m3 rows are quantised, and so written, for this rank too
     return place([
         ("control", (CONTROL_BYTES,), 1, "abort flag and wait records of every rank"),
         ("headers", (2, g.world, HEADER_BYTES), 1, "what each rank says about its call"),
         ("posted", (g.world, FLAG_LINE_BYTES), 1, "epoch of each header"),
         ("rows_posted", (g.world, FLAG_LINE_BYTES), 1, "epoch of the rows of each rank"),
         ("routing", (2, g.world, g.max_tokens, g.top_k), 8, "expert and weight of each pair of all ranks"),
-        ("rows", (senders, g.max_tokens, g.row_bytes), 1, "tokens that have work here (e4m3: with their scales), by owner"),
+        ("rows", (g.row_senders, g.max_tokens, g.row_bytes), 1, "tokens that have work here (e4m3: with their scales), by owner"),
         ("combined", (g.world, g.job_chunks, MAX_COL_GROUPS), 4, "watermark of each chunk of partial rows, by column group"),
-        ("planes", (g.world, g.max_tokens, g.hidden), 2, "partial rows from each rank"),
+        ("planes", (g.partial_senders, g.max_tokens, g.hidden), 2, "partial rows from each rank"),
     ])
 
 

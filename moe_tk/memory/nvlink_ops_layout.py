@@ -14,6 +14,7 @@ from moe_tk.memory.nvlink_layout import (
     INT32_MAX,
     MAX_WORLD,
     MIN_COLUMN_BLOCK,
+    SCALE_BLOCK,
     NvlinkGeometry,
 )
 from moe_tk.schedule.capacity import ceil_div
@@ -38,15 +39,63 @@ class RoutedOpsGeometry(NvlinkGeometry):
     def local_intermediate(self) -> int:
         return self.width
 
+    def _scaled_sizes(self) -> dict[str, tuple[int, int, str]]:
+        return {"hidden_size": (self.hidden, SCALE_BLOCK, ""), "I of this rank": (self.width, SCALE_BLOCK, "")}
+
     def shared_key(self) -> str:
         """Hash of the fields that must be equal on all ranks (16 hex digits)."""
         return _key(self, ("rank", "width", "intermediate_size"))
 
 
 def routed_row_items(g: RoutedOpsGeometry) -> tuple[Item, ...]:
-    """Work buffers: the activation is the caller's tensor."""
+    """Work buffers: the activation and, in e4m3, its scales are the caller's tensors."""
     return place([("slot_rows", (g.max_slots, g.hidden), 2, "the experts' outputs"),
                   ("activated", (0,), 2, "a tensor of the call")])
+
+
+@dataclass(frozen=True)
+class ScaledDenseGeometry(NvlinkGeometry):
+    """A workspace of ag_gemm or gemm_rs in e4m3: that of one expert on every rank which wants all rows, so that slots are rows.
+    hidden is H of ag_gemm, N of gemm_rs, which all ranks share; `columns` is the other side of this rank's weight."""
+
+    columns: int   # N of ag_gemm, K of gemm_rs
+    gathers: bool  # ag_gemm
+
+    @classmethod
+    def of(cls, *, world: int, rank: int, max_tokens: int, hidden: int, columns: int, gathers: bool) -> ScaledDenseGeometry:
+        """max_tokens: rows of one rank's part."""
+        return cls(world=world, rank=rank, max_tokens=max_tokens, top_k=1, num_experts=1, hidden=hidden, intermediate_size=0,
+                   mode="tp", max_segments=1, dtype="float8_e4m3fn", columns=columns, gathers=gathers)
+
+    def _scaled_sizes(self) -> dict[str, tuple[int, int, str]]:
+        return {"H": (self.hidden, SCALE_BLOCK, "")} if self.gathers else {"K of this rank": (self.columns, SCALE_BLOCK, "")}
+
+    @property
+    def local_intermediate(self) -> int:
+        """ag_gemm has N columns where a layer's GEMM 1 has 2 I."""
+        return self.columns // 2 if self.gathers else self.columns
+
+    @property
+    def padded_intermediate(self) -> int:
+        return self.local_intermediate  # weights are read as they are given
+
+    @property
+    def row_senders(self) -> int:
+        return self.world if self.gathers else 0
+
+    @property
+    def partial_senders(self) -> int:
+        return 0 if self.gathers else self.world
+
+    def shared_key(self) -> str:
+        """Hash of the fields that must be equal on all ranks (16 hex digits)."""
+        return _key(self, ("rank", "columns", "intermediate_size"))
+
+
+def scaled_dense_row_items(g: ScaledDenseGeometry) -> tuple[Item, ...]:
+    """Work buffers of gemm_rs; ag_gemm has an address for descriptors that nobody reads by."""
+    rows = (1, 8) if g.gathers else (g.max_slots, g.hidden)
+    return place([("slot_rows", rows, 2, "this rank's products"), ("activated", (0,), 2, "a tensor of the call")])
 
 
 @dataclass(frozen=True)

@@ -18,11 +18,9 @@ import torch
 from moe_tk.config import env
 from moe_tk.errors import MoETkError
 from moe_tk.group import RankGroup, group_is_gone, resolve_group
-from moe_tk.memory.nvlink_ops_layout import DenseGeometry, RoutedOpsGeometry
-from moe_tk.runtime.nvlink_ops import DenseSession, RoutedOpsSession, make_session
+from moe_tk.runtime.nvlink_ops import OpsGeometry, OpsSession, make_session
 from moe_tk.sizes import check_positive
 
-OpsSession = DenseSession | RoutedOpsSession
 _held: dict[tuple, GroupOps] = {}  # by group and device; ops have no object that could keep them alive
 
 
@@ -46,7 +44,7 @@ class GroupOps:
                                  "To start anew, call moe_tk.ops.release_ops_memory() on every rank.")
             session.check(op, timeout_s)
 
-    def session(self, op: str, geometry: DenseGeometry | RoutedOpsGeometry, *, timeout_s: float) -> OpsSession:
+    def session(self, op: str, geometry: OpsGeometry, *, timeout_s: float) -> OpsSession:
         """The session for calls of up to geometry.max_tokens tokens, made with room for the next power of two. A collective
         where it is made."""
         found = self._sessions.setdefault(replace(geometry, max_tokens=1), [])

@@ -14,6 +14,7 @@ from moe_tk.errors import ArgumentError
 from moe_tk.group import RankGroup
 from moe_tk.memory.estimate import layer_geometry
 from moe_tk.memory.geometry import Geometry
+from moe_tk.ops.scaled_weights import E4M3
 from moe_tk.ops.sessions import Agreement, Request, agree, data_session
 from moe_tk.ops.sizes import WEIGHT_POSITIONS, check_divides, routed_row_block, routed_rows
 from moe_tk.planner import Plan, make_plan
@@ -35,6 +36,15 @@ def _cuda_ops(first: Any) -> Any:
     from moe_tk.ops import cuda_functional
 
     return cuda_functional
+
+
+def _check_unquantised(**given: Any) -> None:
+    """Raises ArgumentError when something is of a call in e4m3, which the CPU back end does not have."""
+    for name, value in given.items():
+        if value is not None and (name.endswith("_scales") or (isinstance(value, Tensor) and value.dtype == E4M3)):
+            what = "are given" if name.endswith("_scales") else "is float8_e4m3fn"
+            raise ArgumentError(f"{name} {what}, but the CPU back end computes in bfloat16 and float32: e4m3 wants tensors on GPUs "
+                                "joined by NVLink")
 
 
 def _plan(group: RankGroup, tokens: int) -> Plan:
@@ -63,12 +73,14 @@ def _dense_session(group: RankGroup, agreement: Agreement, *, hidden: int, colum
     return data_session(group, make, agreement, agreement.tokens[0])
 
 
-def ag_gemm(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None) -> Tensor:
+def ag_gemm(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None, x_scales: Tensor | None = None,
+            weight_scales: Tensor | None = None) -> Tensor:
     """all_gather(x) @ weight.T: x [T, H] of this rank, weight [N, H] of this rank; returns [world * T, N]. T equal on all ranks."""
     if (cuda := _cuda_ops(x)) is not None:
-        return cuda.ag_gemm(x, weight, group, timeout_s)
+        return cuda.ag_gemm(x, weight, group, timeout_s, x_scales, weight_scales)
 
     def check() -> Request:
+        _check_unquantised(x=x, weight=weight, x_scales=x_scales, weight_scales=weight_scales)
         rows = check_tensor("x", x, dtypes=COMPUTE_DTYPES, shape=(None, None), layout="[T, H]")
         check_width("x.size(1)", rows.shape[1])
         w = check_tensor("weight", weight, dtypes=(rows.dtype,), shape=(None, rows.shape[1]), layout="[N, H]")
@@ -90,15 +102,17 @@ def ag_gemm(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None
     return out
 
 
-def gemm_rs(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None) -> Tensor:
+def gemm_rs(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None, x_scales: Tensor | None = None,
+            weight_scales: Tensor | None = None) -> Tensor:
     """reduce_scatter(x @ weight.T): x [M, K] and weight [N, K] of this rank's part of K; returns rows of this rank, [M / world, N].
 
     M is equal on all ranks and a multiple of world; K may differ.
     """
     if (cuda := _cuda_ops(x)) is not None:
-        return cuda.gemm_rs(x, weight, group, timeout_s)
+        return cuda.gemm_rs(x, weight, group, timeout_s, x_scales, weight_scales)
 
     def check() -> Request:
+        _check_unquantised(x=x, weight=weight, x_scales=x_scales, weight_scales=weight_scales)
         rows = check_tensor("x", x, dtypes=COMPUTE_DTYPES, shape=(None, None), layout="[M, K]")
         check_count("x.size(1)", rows.shape[1])
         w = check_tensor("weight", weight, dtypes=(rows.dtype,), shape=(None, rows.shape[1]), layout="[N, K]")
@@ -183,18 +197,21 @@ def _stride(op: str, counts: list[int], tokens_per_rank: int | None) -> int:
 
 def dispatch_gemm(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, w13: Tensor, *, num_experts: int, mode: str,
                   tokens_per_rank: int | None, activation: str | Activation, swiglu_limit: float | None, group: RankGroup,
-                  timeout_s: float | None) -> tuple[Tensor, Tensor, Tensor]:
+                  timeout_s: float | None, w13_scales: Tensor | None = None,
+                  hidden_scales: Tensor | None = None) -> tuple[Tensor, ...]:
     """Gathers the rows that this rank's experts want and runs Linear 1 with its activation on them.
 
-    Returns (activated [rows, I] in slot order, zero where no pair is; expert_offsets [E_local + 1]; slots [world * T, k]).
+    Returns (activated [rows, I] in slot order, zero where no pair is; expert_offsets [E_local + 1]; slots [world * T, k]; in
+    e4m3, which only CUDA has, activated_scales [I / 128, rows]).
     topk_weights given: they multiply the activation (weight_position "before_l2").
     """
     if (cuda := _cuda_ops(hidden_states)) is not None:
         return cuda.dispatch_gemm(hidden_states, topk_ids, topk_weights, w13, num_experts=num_experts, mode=mode,
                                   tokens_per_rank=tokens_per_rank, activation=activation, swiglu_limit=swiglu_limit, group=group,
-                                  timeout_s=timeout_s)
+                                  timeout_s=timeout_s, w13_scales=w13_scales, hidden_scales=hidden_scales)
 
     def check() -> Request:
+        _check_unquantised(hidden_states=hidden_states, w13=w13, w13_scales=w13_scales, hidden_scales=hidden_scales)
         hidden = _check_hidden(hidden_states)
         ids, weights = _check_ids(topk_ids, topk_weights, hidden.shape[0], num_experts, group)
         first = _check_first(w13, dtype=hidden.dtype, hidden=hidden.shape[1], num_experts=num_experts, mode=mode, group=group)
@@ -224,16 +241,19 @@ def dispatch_gemm(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor 
 
 
 def gemm_combine(activated: Tensor, topk_ids: Tensor, topk_weights: Tensor | None, w2: Tensor, *, num_experts: int, mode: str,
-                 tokens_per_rank: int | None, group: RankGroup, timeout_s: float | None) -> Tensor:
+                 tokens_per_rank: int | None, group: RankGroup, timeout_s: float | None, activated_scales: Tensor | None = None,
+                 w2_scales: Tensor | None = None) -> Tensor:
     """Linear 2 on rows in the slot order of the same routing, then each token's weighted sum back to its rank: [T, H].
 
     topk_weights given: they multiply the experts' outputs (weight_position "combine").
     """
     if (cuda := _cuda_ops(activated)) is not None:
         return cuda.gemm_combine(activated, topk_ids, topk_weights, w2, num_experts=num_experts, mode=mode,
-                                 tokens_per_rank=tokens_per_rank, group=group, timeout_s=timeout_s)
+                                 tokens_per_rank=tokens_per_rank, group=group, timeout_s=timeout_s,
+                                 activated_scales=activated_scales, w2_scales=w2_scales)
 
     def check() -> Request:
+        _check_unquantised(activated=activated, w2=w2, activated_scales=activated_scales, w2_scales=w2_scales)
         rows = check_tensor("activated", activated, dtypes=COMPUTE_DTYPES, shape=(None, None), layout="[rows, I]")
         check_count("activated.size(1)", rows.shape[1])
         ids, weights = _check_ids(topk_ids, topk_weights, None, num_experts, group)
@@ -265,14 +285,18 @@ def gemm_combine(activated: Tensor, topk_ids: Tensor, topk_weights: Tensor | Non
 
 def mega_moe(hidden_states: Tensor, topk_ids: Tensor, topk_weights: Tensor, w13: Tensor, w2: Tensor, *, num_experts: int, mode: str,
              activation: str | Activation, swiglu_limit: float | None, weight_position: str, group: RankGroup,
-             timeout_s: float | None, tokens_per_rank: int | None = None) -> Tensor:
+             timeout_s: float | None, tokens_per_rank: int | None = None, w13_scales: Tensor | None = None,
+             w2_scales: Tensor | None = None, hidden_scales: Tensor | None = None) -> Tensor:
     """The whole layer in one launch: [T, H]. T may differ from rank to rank; tokens_per_rank is a bound on it (CUDA wants one)."""
     if (cuda := _cuda_ops(hidden_states)) is not None:
         return cuda.mega_moe(hidden_states, topk_ids, topk_weights, w13, w2, num_experts=num_experts, mode=mode,
                              activation=activation, swiglu_limit=swiglu_limit, weight_position=weight_position, group=group,
-                             timeout_s=timeout_s, tokens_per_rank=tokens_per_rank)
+                             timeout_s=timeout_s, tokens_per_rank=tokens_per_rank, w13_scales=w13_scales, w2_scales=w2_scales,
+                             hidden_scales=hidden_scales)
 
     def check() -> Request:
+        _check_unquantised(hidden_states=hidden_states, w13=w13, w2=w2, w13_scales=w13_scales, w2_scales=w2_scales,
+                           hidden_scales=hidden_scales)
         check_one_of("weight_position", weight_position, WEIGHT_POSITIONS)
         hidden = _check_hidden(hidden_states)
         if tokens_per_rank is not None and hidden.shape[0] > check_count("tokens_per_rank", tokens_per_rank, least=0):

@@ -29,7 +29,7 @@ from moe_tk.planner import (
 from moe_tk.runtime.gemm_tiles import POLICY_EVICT_FIRST, POLICY_NORMAL, TileChoice, choose_tile
 from moe_tk.runtime.launch import Activation
 from moe_tk.runtime.nvlink import nvlink_module
-from moe_tk.runtime.nvlink_fp8 import scaled_weights
+from moe_tk.runtime.nvlink_fp8 import layer_weights
 from moe_tk.runtime.nvlink_session import NVLINK_SESSIONS, OPEN, STAGES
 
 INTERLEAVE = 8        # swiglu_epilogue: gate and up rows alternate in groups of 8
@@ -119,7 +119,7 @@ class NvlinkLayer:
         if not self.geometry.quantised:
             self.w13, self.w2 = engine_weights(w13, w2)
             return
-        kept = scaled_weights(w13, w2, w13_scale, w2_scale)
+        kept = layer_weights(w13, w2, w13_scale, w2_scale)
         self.w13, self.w2, self.w13_scales, self.w2_scales = tiled(kept.w13), tiled(kept.w2), kept.w13_scales, kept.w2_scales
 
     def choices(self, num_tokens: int) -> tuple[int, int]:

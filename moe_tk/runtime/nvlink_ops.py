@@ -16,16 +16,18 @@ from moe_tk.memory.nvlink_ops_layout import (
     DENSE_WORDS,
     DenseGeometry,
     RoutedOpsGeometry,
+    ScaledDenseGeometry,
     dense_symmetric_items,
     dense_table_items,
     routed_row_items,
+    scaled_dense_row_items,
 )
 from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.nvlink_session import NvlinkSession, NvlinkSessionCache
 
 OPEN = 1                       # nvlink::dense_stage and nvlink::routed_stage
 DENSE_RUN, DENSE_SEAL = 2, 4
-ROUTED_GATHER, ROUTED_SCATTER, ROUTED_HAND_OUT = 2, 4, 8
+ROUTED_GATHER, ROUTED_SCATTER, ROUTED_HAND_OUT, ROUTED_PRODUCT = 2, 4, 8, 16
 SMALL_PART = 64                # rows of a part up to which row blocks of 64 are used
 
 
@@ -57,6 +59,14 @@ class RoutedOpsWorkspace(NvlinkWorkspace):
         return symmetric_items(geometry), table_items(geometry), routed_row_items(geometry)
 
 
+class ScaledDenseWorkspace(NvlinkWorkspace):
+    """Memory of ag_gemm or gemm_rs in e4m3 of one size."""
+
+    @staticmethod
+    def items_of(geometry: Any) -> tuple[tuple[Item, ...], tuple[Item, ...], tuple[Item, ...]]:
+        return symmetric_items(geometry), table_items(geometry), scaled_dense_row_items(geometry)
+
+
 class DenseSession(NvlinkSession):
     """Calls of ag_gemm or gemm_rs on one workspace."""
 
@@ -79,7 +89,7 @@ class DenseSession(NvlinkSession):
 
 
 class RoutedOpsSession(NvlinkSession):
-    """Calls of dispatch_gemm, gemm_combine and mega_moe on one workspace."""
+    """Calls of dispatch_gemm, gemm_combine and mega_moe on one workspace, in bfloat16 or e4m3 as its geometry says."""
 
     WORKSPACE, NATIVE = RoutedOpsWorkspace, "RoutedWorkspace"
 
@@ -90,8 +100,9 @@ class RoutedOpsSession(NvlinkSession):
 
     def call(self, fields: dict[str, Any], *, stages: int, timeout_s: float, stream: torch.cuda.Stream) -> None:
         """Launches a call from its tensors and numbers; tensors that a stage does not use may be missing."""
-        nothing = dict.fromkeys(("hidden_states", "topk_ids", "topk_weights", "out", "w13", "w2", "activated", "expert_offsets",
-                                 "slots_out", "num_tokens", "variant", "rows", "stride", "signature"), 0)
+        nothing = dict.fromkeys(("hidden_states", "hidden_scales", "topk_ids", "topk_weights", "out", "w13", "w13_scales", "w2",
+                                 "w2_scales", "activated", "activated_scales", "expert_offsets", "slots_out", "num_tokens",
+                                 "variant", "rows", "row_bytes", "stride", "scales_stride", "signature"), 0)
         plain = {"refused": False, "ids_are_64": False, "weights_are_bf16": False, "weights_before_l2": False, "alpha": 1.0,
                  "beta": 0.0, "limit": float("inf")}
         values = {name: value.data_ptr() if isinstance(value, Tensor) else value for name, value in fields.items()}
@@ -104,15 +115,26 @@ class RoutedOpsSession(NvlinkSession):
         self.call({"refused": True}, stages=OPEN, timeout_s=timeout_s, stream=stream)
 
 
-DENSE_SESSIONS, ROUTED_SESSIONS = NvlinkSessionCache(DenseSession), NvlinkSessionCache(RoutedOpsSession)
+class ScaledDenseSession(RoutedOpsSession):
+    """Calls of ag_gemm or gemm_rs in e4m3 on one workspace."""
+
+    WORKSPACE = ScaledDenseWorkspace
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.zeros = torch.zeros(self.geometry.max_tokens, 1, dtype=torch.int32, device=self.device)  # the expert of every row
 
 
-def make_session(group: Any, geometry: DenseGeometry | RoutedOpsGeometry, *, device: torch.device,
-                 timeout_s: float) -> DenseSession | RoutedOpsSession:
+OpsGeometry = DenseGeometry | RoutedOpsGeometry | ScaledDenseGeometry
+OpsSession = DenseSession | RoutedOpsSession  # of which ScaledDenseSession is one
+SESSIONS = {DenseGeometry: NvlinkSessionCache(DenseSession), RoutedOpsGeometry: NvlinkSessionCache(RoutedOpsSession),
+            ScaledDenseGeometry: NvlinkSessionCache(ScaledDenseSession)}
+
+
+def make_session(group: Any, geometry: OpsGeometry, *, device: torch.device, timeout_s: float) -> OpsSession:
     """A new session. A collective: all ranks make it together."""
     have = (tuple(nvlink_module().DENSE_ROW_BLOCKS), nvlink_module().NUM_DENSE_WORDS)
     if have != (DENSE_ROW_BLOCKS, DENSE_WORDS):
         raise BuildError(f"the NVLink module has {have}, this package expects {(DENSE_ROW_BLOCKS, DENSE_WORDS)}: clear the module "
                          "cache")
-    cache = DENSE_SESSIONS if isinstance(geometry, DenseGeometry) else ROUTED_SESSIONS
-    return cache.get(group, geometry, device=device, reserve_sms=0)
+    return SESSIONS[type(geometry)].get(group, geometry, device=device, reserve_sms=0)

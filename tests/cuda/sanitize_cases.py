@@ -25,8 +25,10 @@ from moe_tk import ops
 from moe_tk.ops.gemm_weights import quantise_rows
 from moe_tk.planner import FUSED_VARIANTS
 from tests.cuda.checks import BUDGET, Case, Data, Ranks
+from tests.cuda.checks_dense_fp8 import ScaledDense
 from tests.cuda.checks_fp8 import ScaledData, fp8_layer
 from tests.cuda.checks_ops import Dense, Routed
+from tests.cuda.checks_ops_fp8 import ScaledRouted
 
 LIMIT_S = 100.0  # a checked kernel takes its time
 FEW_SMS = 16     # the least that a launch of the layer takes
@@ -85,6 +87,12 @@ def call_dense(ranks: Ranks, tokens: int, depth: int) -> int:
     return 2
 
 
+def call_dense_fp8(ranks: Ranks, tokens: int, depth: int) -> int:
+    dense = ScaledDense(ranks, tokens, depth, 264)
+    dense.check(dense.gather(), dense.scatter(), tokens)
+    return 2
+
+
 def call_routed(ranks: Ranks, case: Case) -> int:
     call = Routed(ranks, Data(case, ranks), case, True)
     dispatched = call.dispatch()
@@ -92,6 +100,16 @@ def call_routed(ranks: Ranks, case: Case) -> int:
     call.combine(dispatched[0])
     call.mega()
     ops.synchronize()
+    return 3
+
+
+def call_routed_fp8(ranks: Ranks, case: Case, given: bool) -> int:
+    call = ScaledRouted(ranks, ScaledData(case, ranks), case, True, given)
+    results = call.all()
+    ops.synchronize()
+    call.check_dispatch(*results[:4])
+    for name, out in zip(("gemm_combine", "mega_moe"), results[4:], strict=True):
+        call.check_out(name, out)
     return 3
 
 
@@ -106,7 +124,9 @@ def small_cases(ranks: Ranks) -> Cases:
         yield f"two passes {what}", partial(call, counts, passes=2)
     for tokens in (33, 150):  # row blocks of 64 and of 128
         yield f"dense ops {tokens}", partial(call_dense, ranks, tokens, 392)
+        yield f"dense ops in e4m3 {tokens}", partial(call_dense_fp8, ranks, tokens, 768)
     yield "routed ops", partial(call_routed, ranks, replace(ROUND, row_block=None, segments=None))
+    yield "routed ops in e4m3", partial(call_routed_fp8, ranks, replace(ROUND_FP8, row_block=None, segments=None), False)
 
 
 def more_cases(ranks: Ranks) -> Cases:
@@ -128,6 +148,8 @@ def more_cases(ranks: Ranks) -> Cases:
         for mode in ("ep", "tp"):
             case = Case(tokens, 2, 3, (tokens, 9), mode, hidden=72, inter=48)
             yield f"routed ops {mode} {tokens}", partial(call_routed, ranks, case)
+            scaled = replace(case, hidden=256, inter=128 * ranks.world)
+            yield f"routed ops in e4m3 {mode} {tokens}", partial(call_routed_fp8, ranks, scaled, True)
 
 
 def ranks_of(place: list[str]) -> Ranks:

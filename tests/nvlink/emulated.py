@@ -157,7 +157,7 @@ class Emulation:
                 setattr(values, name, 0 if copy is None else copy.address)
             fields = {**rank.fields(bases), "out": out.data_ptr(), "num_tokens": len(a.x), "signature": 1,
                       "ids_are_64": a.ids.dtype == torch.int64, "weights_are_bf16": a.weights.dtype == torch.bfloat16,
-                      "takes_part": 1, "most_naps": 10**12, **BUILD_OPTIONS, **a.options}
+                      "takes_part": 1, "hands_out": 0, "most_naps": 10**12, **BUILD_OPTIONS, **a.options}
             values.bases[:len(bases)] = fields.pop("bases")
             for name, value in fields.items():
                 setattr(values, name, int(value))

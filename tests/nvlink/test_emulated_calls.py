@@ -259,6 +259,101 @@ def test_watermarks_that_are_ahead_are_refreshed(library):
         assert {value - last - 1 for value in rank.region("combined", torch.int32).tolist()} <= {-1, 0}
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("mode", ["ep", "tp"])
+def test_a_call_without_rows_sends_none(library, dtype, mode):
+    """gemm_combine has tokens with a routing, but no rows of theirs: tables as always, and the places for rows stay as they are."""
+    emulation, draw = Emulation(library, dtype=dtype, **sizes(2, 40, 4, 6, 256, 512, mode, 1)), random.Random(4)
+    for rank in emulation.ranks:
+        rank.poison()
+    arguments = [draw_arguments(draw, rank, 6, True) for rank in emulation.ranks]
+    for a in arguments:
+        a.x, a.scales, a.ids, a.weights = torch.zeros(40, 256).bfloat16(), None, torch.randint(0, 6, (40, 4)), torch.ones(40, 4)
+        a.options.update(only_open=1, hidden_states=0)
+    emulation.call(arguments, 4)
+    for rank in emulation.ranks:
+        assert rank.mailbox[FAILED] == 0 == rank.mailbox[VOID_REASON]
+        check_tables(rank, arguments)
+        assert (rank.region("rows") == emulated.POISON).all()
+
+
+class HandedOut:
+    """Room for the results of dispatch_gemm on one rank, between guards and with anything in it."""
+
+    def __init__(self, rank: Rank, stride: int) -> None:
+        g, self.stride = rank.geometry, stride
+        self.size = 1 if g.quantised else 2
+        self.rows, self.inter = g.max_slots, g.padded_intermediate
+        shapes = {"activated": self.rows * self.inter * self.size, "slots_out": 4 * g.world * stride * g.top_k,
+                  "offsets_out": 4 * (g.num_local_experts + 1)}
+        if g.quantised:
+            shapes["activated_scales"] = 4 * self.rows * self.inter // 128
+        self.memory = {name: emulated.Guarded(size, 0x5a) for name, size in shapes.items()}
+
+    def options(self) -> dict[str, int]:
+        return {"hands_out": 1, "stride": self.stride, **{name: memory.address for name, memory in self.memory.items()}}
+
+    def get(self, name: str, dtype: torch.dtype) -> Tensor:
+        assert self.memory[name].intact(), f"something was written beside {name}"
+        return self.memory[name].bytes.view(dtype)
+
+    def check(self, rank: Rank, arguments: list[Arguments]) -> None:
+        """Against the golden tables; column c of a row that is there is the row's own."""
+        g, want = rank.geometry, golden(rank, arguments, arguments[rank.geometry.rank].options)
+        slots = want.slots.view(g.world, g.max_tokens, g.top_k)[:, :self.stride]
+        assert torch.equal(self.get("slots_out", torch.int32), slots.reshape(-1))
+        assert torch.equal(self.get("offsets_out", torch.int32), want.expert_offsets)
+        pairs = torch.full((self.rows,), -1)
+        pairs[:len(want.slot_pair)] = want.slot_pair.long()
+        left = pairs >= 0
+        activated = self.get("activated", torch.uint8).view(self.rows, -1)
+        assert bool((activated[~left] == 0).all())
+        source, token = pairs[left] // g.top_k // g.max_tokens, pairs[left] // g.top_k % g.max_tokens
+        rows = torch.stack([arguments[s].x[t] for s, t in zip(source.tolist(), token.tolist(), strict=True)])
+        assert torch.equal(activated[left], rows.view(torch.uint8)[:, :self.inter * self.size])
+        if g.quantised:
+            scales = self.get("activated_scales", torch.float32).view(-1, self.rows)
+            assert bool((scales[:, ~left] == 1).all())
+            of_rows = torch.stack([arguments[s].scales[t] for s, t in zip(source.tolist(), token.tolist(), strict=True)])
+            assert torch.equal(scales[:, left], of_rows.t()[:len(scales)])
+
+    def check_nothing(self) -> None:
+        assert bool((self.get("slots_out", torch.int32) == -1).all() and (self.get("offsets_out", torch.int32) == 0).all())
+        dtype = torch.float8_e4m3fn if self.size == 1 else torch.bfloat16
+        assert bool(self.get("activated", dtype).float().isnan().all())
+        if self.size == 1:
+            assert bool(self.get("activated_scales", torch.float32).isnan().all())
+
+
+@pytest.mark.parametrize("refuses", [None, 1])
+@pytest.mark.parametrize("dtype, mode, row_block", [("bfloat16", "ep", 64), ("float8_e4m3fn", "ep", 128),
+                                                    ("float8_e4m3fn", "tp", 64)])
+def test_dispatch_gemm_hands_its_results_out(library, dtype, mode, row_block, refuses):
+    """hand_out over what the launches before it have left, with more rows than slots are used, and a stride below max_tokens."""
+    emulation = Emulation(library, dtype=dtype, **sizes(2, 40, 3, 5, 384, 256 * (2 if mode == "tp" else 1), mode, 1))
+    draw, arguments, results = random.Random(5), [], []
+    for rank, tokens in zip(emulation.ranks, (33, 20), strict=True):
+        rank.poison()
+        x, scales = torch.randn(tokens, 384).bfloat16(), None
+        if rank.geometry.quantised:
+            x, scales = quantise_rows(x)
+            scales = scales.t().contiguous()
+        results.append(HandedOut(rank, stride=33))
+        options = {**draw_options(draw, rank.geometry.quantised, 1), "serial": 0, "row_block": row_block, "weights_before_l2": 1}
+        arguments.append(Arguments(x, scales, torch.randint(-1, 5, (tokens, 3)), torch.ones(tokens, 3),
+                                   {**options, **results[-1].options()}))
+    if refuses is not None:
+        a = arguments[refuses]
+        a.x, a.ids, a.weights, a.scales = a.x[:0], a.ids[:0], a.weights[:0], None
+        a.options.update(refused=1, only_open=1)
+    emulation.call(arguments, 5)
+    for rank, result in zip(emulation.ranks, results, strict=True):
+        if refuses is None:
+            result.check(rank, arguments)
+        elif rank.geometry.rank != refuses:
+            result.check_nothing()
+
+
 @pytest.mark.parametrize("how", ["takes_part", "only_open"])
 @pytest.mark.parametrize("dtype, serial", [("bfloat16", 0), ("bfloat16", 1), ("float8_e4m3fn", 0)])
 def test_a_rank_that_does_not_come_stops_nobody_for_ever(library, dtype, serial, how):

@@ -15,7 +15,7 @@ from moe_tk.memory.layout import ALIGNMENT
 from moe_tk.memory.nvlink_layout import NvlinkGeometry, nvlink_estimate, row_items, symmetric_items
 from moe_tk.ops import gemm_weights
 from moe_tk.ops.grouped_gemm import grouped_gemm
-from moe_tk.runtime.nvlink_fp8 import scaled_weights
+from moe_tk.runtime.nvlink_fp8 import layer_weights
 
 E4M3 = torch.float8_e4m3fn
 
@@ -109,7 +109,7 @@ def test_weights_as_the_kernels_read_them_give_the_layer():
     """Both GEMMs of the host engine over the prepared weights, against float64 over the checkpoint's values."""
     w13, w2 = weights()
     q13, q2, s13, s2 = scaled(w13, w2)
-    kept = scaled_weights(q13, q2, s13, s2)
+    kept = layer_weights(q13, q2, s13, s2)
     offsets = torch.tensor([0, 64, 128, 192], dtype=torch.int32)
     x = torch.randn(192, 384, generator=torch.Generator().manual_seed(4))
     rows, scales = gemm_weights.quantise_rows(x)
@@ -124,13 +124,13 @@ def test_weights_as_the_kernels_read_them_give_the_layer():
 
 def test_bfloat16_weights_are_quantised_as_a_whole():
     w13, w2 = weights()
-    once, apart = scaled_weights(*scaled(w13, w2)), scaled_weights(w13, w2, None, None)
+    once, apart = layer_weights(*scaled(w13, w2)), layer_weights(w13, w2, None, None)
     for name in ("w13", "w2", "w13_scales", "w2_scales"):
         assert torch.equal(getattr(once, name).view(torch.uint8), getattr(apart, name).view(torch.uint8)), name
 
 
 def test_a_rank_without_experts_has_something_to_point_at():
-    kept = scaled_weights(*(w[:0] for w in weights()), None, None)
+    kept = layer_weights(*(w[:0] for w in weights()), None, None)
     assert kept.w13.shape == (1, 512, 384) and kept.w2_scales.shape == (1, 3, 2, 2)
 
 

@@ -20,7 +20,7 @@ from moe_tk.memory.nvlink_ops_layout import (
     dense_table_items,
     routed_row_items,
 )
-from moe_tk.ops import cuda_functional, cuda_sessions, functional
+from moe_tk.ops import cuda_checks, cuda_functional, cuda_sessions, functional
 from moe_tk.runtime.nvlink_layer import INTERLEAVE
 
 DEVICE = torch.device("cuda", 0)
@@ -196,16 +196,16 @@ def test_ops_01_fake_outputs_on_cuda_have_the_kernels_shapes(tokens, rows):
                                                   (5, -1, "tokens_per_rank is -1")])
 def test_strides_that_cannot_hold_the_tokens_are_refused(tokens, stride, text):
     with pytest.raises(ArgumentError, match=text):
-        cuda_functional._check_stride(tokens, stride)
-    assert cuda_functional._check_stride(3, 4) == 4 and cuda_functional._check_stride(3, None) == 3
+        cuda_checks.check_stride(tokens, stride)
+    assert cuda_checks.check_stride(3, 4) == 4 and cuda_checks.check_stride(3, None) == 3
 
 
 def test_widths_that_tma_cannot_address_are_refused():
     with pytest.raises(ArgumentError, match="multiple of 16 on CUDA: pad I"):
-        cuda_functional._check_first(torch.empty(2, 24, 16, dtype=torch.bfloat16), hidden=16, local=2, device=torch.device("cpu"))
+        cuda_checks.check_first(torch.empty(2, 24, 16, dtype=torch.bfloat16), None, hidden=16, local=2, device=torch.device("cpu"))
     with pytest.raises(ArgumentError, match=r"w2.size\(2\) is 12"):
-        cuda_functional._check_second(torch.empty(2, 16, 12, dtype=torch.bfloat16), hidden=16, inter=12, local=2,
-                                      device=torch.device("cpu"))
+        cuda_checks.check_second(torch.empty(2, 16, 12, dtype=torch.bfloat16), None, quantised=False, hidden=16, inter=12, local=2,
+                                 device=torch.device("cpu"))
 
 
 def test_signatures_tell_calls_apart():
@@ -218,7 +218,7 @@ def test_signatures_tell_calls_apart():
     base = of()
     assert base == of() == of(inter=128)
     assert len({base, of("mega_moe"), of(equal=(True,)), of(hidden=72), of(num_experts=9), of(mode="tp"), of(stride=6),
-                of(ids=torch.zeros(5, 3))}) == 8
+                of(ids=torch.zeros(5, 3)), of(quantised=True, hidden=128, inter=128)}) == 9
 
 
 def test_cpu_tensors_never_reach_the_cuda_side():

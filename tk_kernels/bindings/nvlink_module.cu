@@ -1,6 +1,7 @@
 // Python bindings of the fused layer over NVLink. Device pointers and streams are integers; nothing here includes torch.
 // with: tk_kernels/nvlink/open_call.cu tk_kernels/nvlink/fused_gemm.cu tk_kernels/nvlink/fused_gemm_fp8.cu
 // with: tk_kernels/bindings/nvlink_ops.cu tk_kernels/nvlink/dense.cu tk_kernels/nvlink/routed_ops.cu tk_kernels/nvlink/serial.cu
+// with: tk_kernels/nvlink/routed_ops_fp8.cu
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -66,7 +67,7 @@ nvlink::workspace_view read_workspace(const py::dict &values) {
     w.expert_out = f.pointer<void>("expert_out");
     w.activated_scales = f.pointer<float>("activated_scales"), w.quantised = w.call.keeps_own = f.get<bool>("quantised");
     w.num_experts = f.get<int>("num_experts"), w.first_expert = f.get<int>("first_expert"), w.num_local = f.get<int>("num_local");
-    w.tensor_parallel = f.get<bool>("tensor_parallel"), w.max_slots = f.get<int>("max_slots"), w.max_blocks = f.get<int>("max_blocks");
+    w.tensor_parallel = f.get<bool>("tensor_parallel"), w.max_slots = w.scales_stride = f.get<int>("max_slots"), w.max_blocks = f.get<int>("max_blocks");
     w.intermediate = f.get<int>("intermediate"), w.num_sms = f.get<int>("num_sms");
 #ifdef MOE_TK_TRACE
     w.call.stamps = {.headers = f.pointer<stamp_header>("stamp_headers"), .records = f.pointer<stamp_record>("stamp_records"),

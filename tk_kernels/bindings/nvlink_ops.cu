@@ -81,37 +81,59 @@ class routed_workspace {
     explicit routed_workspace(const py::dict &values) : w_(workspace_of(values)) {
         nvlink::prepare_open_call();
         nvlink::prepare_routed_ops();
+        nvlink::prepare_scaled_routed_ops();
     }
 
-    // Launches stages (bits 1 open, 2 gather, 4 scatter, 8 hand out) of a call; returns at once.
+    // Launches stages (nvlink::routed_stage) of a call; returns at once.
     void run(const py::dict &values, int stages, double timeout_s, uint64_t stream) {
         fields f(values, "routed call");
         const nvlink::layer_call call{
             .hidden_states = f.pointer<void>("hidden_states"), .topk_ids = f.pointer<void>("topk_ids"),
-            .topk_weights = f.pointer<void>("topk_weights"), .out = f.pointer<void>("out"), .w13 = f.pointer<void>("w13"),
-            .w2 = f.pointer<void>("w2"), .signature = f.get<uint64_t>("signature"), .num_tokens = f.get<int>("num_tokens"),
+            .topk_weights = f.pointer<void>("topk_weights"), .hidden_scales = f.pointer<float>("hidden_scales"),
+            .out = f.pointer<void>("out"), .w13 = f.pointer<void>("w13"), .w2 = f.pointer<void>("w2"),
+            .w13_scales = f.pointer<void>("w13_scales"), .w2_scales = f.pointer<void>("w2_scales"),
+            .signature = f.get<uint64_t>("signature"), .num_tokens = f.get<int>("num_tokens"),
             .refused = f.get<bool>("refused"), .ids_are_64 = f.get<bool>("ids_are_64"),
             .weights_are_bf16 = f.get<bool>("weights_are_bf16"), .variant = f.get<int>("variant"), .segments = 1, .passes = 1,
             .weights_before_l2 = f.get<bool>("weights_before_l2"), .alpha = f.get<float>("alpha"), .beta = f.get<float>("beta"),
             .limit = f.get<float>("limit"), .export_blocks = 0, .export_waits = 1,
-            .activated_given = !(stages & nvlink::ROUTED_GATHER)};
+            .activated_given = !(stages & (nvlink::ROUTED_GATHER | nvlink::ROUTED_PRODUCT))};
         nvlink::workspace_view w = w_;
-        w.activated = f.pointer<void>("activated");
-        const nvlink::dispatch_result result{.activated = w.activated, .expert_offsets = f.pointer<int>("expert_offsets"),
-                                             .slots = f.pointer<int>("slots_out"), .rows = f.get<int>("rows"),
-                                             .stride = f.get<int>("stride")};
+        w.activated = f.pointer<void>("activated"), w.activated_scales = f.pointer<float>("activated_scales");
+        w.scales_stride = f.get<int>("scales_stride");
+        const nvlink::dispatch_result result{.activated = w.activated, .scales = w.activated_scales,
+                                             .expert_offsets = f.pointer<int>("expert_offsets"), .slots = f.pointer<int>("slots_out"),
+                                             .rows = f.get<int>("rows"), .stride = f.get<int>("stride"),
+                                             .row_bytes = f.get<int>("row_bytes")};
         f.done();
-        if (call.variant < 0 || call.variant >= nvlink::num_fused_variants || !nvlink::is_routed(nvlink::fused_variants[call.variant]))
-            throw py::value_error("variant " + std::to_string(call.variant) + " does not exist for the routed operations");
+        check(call, result, w.scales_stride, stages);
         w.call.timeout_ns = nanoseconds(timeout_s);
         const cudaStream_t s = stream_of(stream);
         if (stages & nvlink::ROUTED_OPEN) nvlink::launch_open_call(w, call, s);
-        if (stages & nvlink::ROUTED_GATHER) nvlink::launch_checkpoint_gather(w, call, stages & nvlink::ROUTED_OPEN, s);
-        if (stages & nvlink::ROUTED_SCATTER) nvlink::launch_checkpoint_scatter(w, call, stages & nvlink::ROUTED_GATHER, s);
+        if (w.quantised && result.rows > 0) w.max_slots = result.rows;  // from here on the caller's tensor, which may end within a row block
+        const auto gather = w.quantised ? nvlink::launch_scaled_gather : nvlink::launch_checkpoint_gather;
+        const auto scatter = w.quantised ? nvlink::launch_scaled_scatter : nvlink::launch_checkpoint_scatter;
+        if (stages & nvlink::ROUTED_GATHER) gather(w, call, stages & nvlink::ROUTED_OPEN, s);
+        if (stages & nvlink::ROUTED_PRODUCT) nvlink::launch_scaled_product(w, call, stages & nvlink::ROUTED_OPEN, s);
+        if (stages & nvlink::ROUTED_SCATTER) scatter(w, call, stages & nvlink::ROUTED_GATHER, s);
         if (stages & nvlink::ROUTED_HAND_OUT) nvlink::launch_hand_out(w, result, s);
     }
 
   private:
+    void check(const nvlink::layer_call &call, const nvlink::dispatch_result &result, int scales_stride, int stages) const {
+        const int variants = w_.quantised ? nvlink::num_fused_variants_fp8 : nvlink::num_fused_variants;
+        if (call.variant < 0 || call.variant >= variants || !nvlink::is_routed(nvlink::variant_of(w_, call)))
+            throw py::value_error("variant " + std::to_string(call.variant) + " does not exist for the routed operations");
+        const bool product = stages & nvlink::ROUTED_PRODUCT;
+        if (product && !w_.quantised) throw py::value_error("stages: the product of gathered rows is there for e4m3 alone");
+        if (!w_.quantised || call.refused || w_.num_local == 0 || result.rows == 0) return;
+        const bool activates = stages & nvlink::ROUTED_GATHER, scatters = stages & nvlink::ROUTED_SCATTER;
+        if (((activates || product) && !call.w13_scales) || (scatters && !call.w2_scales))
+            throw py::value_error("an e4m3 call wants the scales of its weights");
+        if ((activates || scatters) && (!result.scales || scales_stride < result.rows || scales_stride % 4 != 0))
+            throw py::value_error("an e4m3 call wants activated_scales whose stride is a multiple of 4 and holds " +
+                                  std::to_string(result.rows) + " rows, got " + std::to_string(scales_stride));
+    }
     nvlink::workspace_view w_;
 };
 

@@ -151,7 +151,8 @@ __device__ __forceinline__ void await_rows(const call_view &c, uint32_t epoch) {
 __device__ __forceinline__ void export_rows(const open_globals &g, uint32_t epoch) {
     const call_view &c = g.call;
     const int num_blocks = gridDim.x - OPEN_CLUSTER, block = blockIdx.x - OPEN_CLUSTER;
-    const uint32_t others = g.hidden_states == nullptr ? 0u : ~(1u << c.rank);  // a call without rows sends none
+    // A call without rows sends none (gemm_combine). e4m3 ones go to this rank too.
+    const uint32_t takers = g.hidden_states == nullptr ? 0u : g.quantise ? ~0u : ~(1u << c.rank);
     const int thread = block * OPEN_THREADS + int(threadIdx.x), threads = num_blocks * OPEN_THREADS;
     zero_counters(g, thread, threads);
     refresh_watermarks(g, thread, threads, epoch);
@@ -166,8 +167,8 @@ __device__ __forceinline__ void export_rows(const open_globals &g, uint32_t epoc
     for (int token = int(threadIdx.x / 32) * num_blocks + block; token < tokens; token += OPEN_WARPS * num_blocks) {
         const uint32_t ranks = wanted_by(g, token);
         if (threadIdx.x % 32 == 0) g.tables.contributors[token] = ranks;
-        if (g.quantise) send_scaled_row(g, token, ranks);
-        else send_row(g, token, ranks & others);
+        if (g.quantise) send_scaled_row(g, token, ranks & takers);
+        else send_row(g, token, ranks & takers);
     }
     __syncthreads();
     stamp_lap_block(stamp_kind::open_export);

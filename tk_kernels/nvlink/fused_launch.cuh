@@ -55,12 +55,12 @@ template <class Gather, class Scatter> void prepare() {
 // Scales of both operands of a GEMM with rows of K elements and N weight rows; nothing for bf16.
 template <class Cfg> scale_params<Cfg::SCALED> make_scales(const workspace_view &w, const float *rows, const void *weights, int n) {
     if constexpr (Cfg::SCALED)
-        return {.tokens = rows, .tokens_stride = w.max_slots, .weights = static_cast<const float2 *>(weights), .col_blocks = kittens::ceil_div(n, 128)};
+        return {.tokens = rows, .tokens_stride = w.scales_stride, .weights = static_cast<const float2 *>(weights), .col_blocks = kittens::ceil_div(n, 128)};
     else return {};
 }
 template <class Cfg> typename activation_epilogue<Cfg>::params make_activation(const workspace_view &w, const layer_call &call) {
     const swiglu_params act{call.alpha, call.beta, call.limit, call.weights_before_l2 ? w.tables.slot_weight : nullptr};
-    if constexpr (Cfg::SCALED) return {.act = act, .scales = w.activated_scales, .stride = w.max_slots};
+    if constexpr (Cfg::SCALED) return {.act = act, .scales = w.activated_scales, .stride = w.scales_stride};
     else return act;
 }
 

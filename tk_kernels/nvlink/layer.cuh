@@ -22,7 +22,8 @@ struct workspace_view {
     void *rows;            // [max_slots, H] bf16 gathered rows: of the serial pattern only
     void *activated;       // [max_slots, I]
     void *expert_out;      // [max_slots, H] bf16; where the layer is bf16, the memory of `rows`
-    float *activated_scales;  // e4m3: [I / 128, max_slots]
+    float *activated_scales;  // e4m3: [I / 128, scales_stride]
+    int scales_stride;        // max_slots, but where they are a caller's; a multiple of 4
     int quantised;         // rows and weights are e4m3 with scales, else bf16
     int num_experts, first_expert, num_local, tensor_parallel;
     int max_slots, max_blocks;

@@ -1,15 +1,13 @@
 // Launches of the routed operations that the layer does not have.
 #include "fused_launch.cuh"
-#include "outcome.cuh"
+#include "hand_out.cuh"
 #include "routed_ops.cuh"
 
 namespace moe_tk::nvlink {
 
 namespace {
 
-template <class Base> struct checkpoint_config : fused_config<Base> {
-    static constexpr bool TILED_WEIGHTS = false;  // weights as they are given
-};
+template <class Base> using checkpoint_config = rows_config<fused_config<Base>>;
 using gather_128 = gathering_config<checkpoint_config<gemm_config<bf16, 128, 256, 4, 2, 1, 2, 2>>>;
 using scatter_128 = checkpoint_config<gemm_config<bf16, 128, 256, 4, 2, 1, 2, 2>>;
 using gather_64 = gathering_config<checkpoint_config<gemm_config<bf16, 64, 256, 5, 1, 2, 1, 1>>>;
@@ -63,36 +61,8 @@ template <class Gather, class Scatter> void prepare_variant() {
                                     shared_bytes<Scatter, bf16>()), "gemm_combine");
 }
 
-struct hand_out_globals {
-    call_view call;
-    table_view tables;
-    dispatch_result result;
-    int width, num_offsets;
-};
-
-__device__ __forceinline__ void hand_out_tables(const hand_out_globals &g, bool good, int thread, int threads) {
-    const call_view &c = g.call;
-    const int per_rank = g.result.stride * c.top_k;
-    for (int i = thread; i < c.world * per_rank; i += threads) {
-        const int rank = i / per_rank, pair = i % per_rank;
-        const bool real = good && pair / c.top_k < __ldcg(g.tables.token_counts + rank);
-        g.result.slots[i] = real ? __ldcg(g.tables.slots + int64_t(rank) * c.max_tokens * c.top_k + pair) : -1;
-    }
-    for (int i = thread; i < g.num_offsets; i += threads) g.result.expert_offsets[i] = good ? __ldcg(g.tables.expert_offsets + i) : 0;
-}
-
-// A warp per row.
 __global__ void hand_out(const __grid_constant__ hand_out_globals g) {
-    const bool good = block_call_is_good(g.call);
-    const int thread = blockIdx.x * blockDim.x + threadIdx.x, threads = gridDim.x * blockDim.x;
-    hand_out_tables(g, good, thread, threads);
-    const int used = __ldcg(g.tables.counts + COUNT_SLOTS);
-    const uint32_t value = good ? 0 : TWO_NANS;
-    for (int row = thread / 32; row < g.result.rows; row += threads / 32) {
-        if (good && row < used && __ldcg(g.tables.slot_pair + row) >= 0) continue;
-        uint4 *to = reinterpret_cast<uint4 *>(static_cast<bf16 *>(g.result.activated) + int64_t(row) * g.width);
-        for (int i = threadIdx.x % 32; i < g.width / 8; i += 32) to[i] = {value, value, value, value};
-    }
+    hand_out_all(g, block_call_is_good(g.call), blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
 }
 
 }  // namespace
@@ -118,8 +88,7 @@ void launch_checkpoint_scatter(const workspace_view &w, const layer_call &call, 
 }
 
 void launch_hand_out(const workspace_view &w, const dispatch_result &result, cudaStream_t stream) {
-    const hand_out_globals g{.call = w.call, .tables = w.tables, .result = result, .width = w.intermediate,
-                             .num_offsets = w.num_local + 1};
+    const hand_out_globals g{.call = w.call, .tables = w.tables, .result = result, .num_offsets = result.expert_offsets ? w.num_local + 1 : 0};
     launch(hand_out, 2 * w.num_sms, 256, 1, 0, false, stream, g);
 }
 

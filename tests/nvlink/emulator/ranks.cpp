@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "scheduler.hpp"
+#include "tk_kernels/nvlink/hand_out.cuh"
 #include "tk_kernels/nvlink/open_call.cuh"
 #include "tk_kernels/nvlink/row_sources.cuh"
 #include "tk_kernels/nvlink/serial.cuh"
@@ -24,7 +25,7 @@ uint8_t dynamic_shared[16];  // of the kernel open_call, which is not called its
     F(max_blocks) F(intermediate) F(num_sms) F(hidden_states) F(hidden_scales) F(topk_ids) F(topk_weights) F(out) F(signature)     \
     F(num_tokens) F(refused) F(ids_are_64) F(weights_are_bf16) F(row_block) F(gather_cols) F(scatter_cols) F(segments) F(passes)   \
     F(weights_before_l2) F(serial) F(cluster) F(takes_part) F(only_open) F(most_naps)    \
-    F(shared_bytes) F(one_sender_pairs) F(one_builder_pairs)
+    F(shared_bytes) F(one_sender_pairs) F(one_builder_pairs) F(hands_out) F(slots_out) F(offsets_out) F(stride)
 struct rank_fields {
     int64_t bases[MAX_WORLD];
 #define FIELD(name) int64_t name;
@@ -142,7 +143,11 @@ class rank_stream {
         if (stage_ == OPENED && !r_.only_open) {
             stage_ = PLACED;
             if (r_.serial) launch_place_all();
+            else if (r_.hands_out) launch_gather();
             else launch_gather(), launch_scatter();
+        } else if (stage_ == PLACED && r_.hands_out) {
+            stage_ = DONE;
+            launch_hand_out();
         } else if (stage_ == PLACED && r_.serial) {
             stage_ = DONE;
             multiply_all();
@@ -189,6 +194,17 @@ class rank_stream {
     }
     void launch_combine() {
         start_four_warps_a_block([this] { combine_and_reduce<4, false>(c_, combine_); });
+    }
+    // Of dispatch_gemm, whose result has as many rows as the workspace has slots.
+    void launch_hand_out() {
+        const hand_out_globals g{c_, g_.tables,
+                                 {.activated = at<void>(r_.activated), .scales = r_.quantised ? at<float>(r_.activated_scales) : nullptr,
+                                  .expert_offsets = at<int>(r_.offsets_out), .slots = at<int>(r_.slots_out), .rows = int(r_.max_slots),
+                                  .stride = int(r_.stride), .row_bytes = int(r_.intermediate) * (r_.quantised ? 1 : 2)},
+                                 int(r_.num_local) + 1};
+        start_four_warps_a_block([this, g] {
+            hand_out_all(g, call_is_good(c_), blockIdx.x * blockDim.x + threadIdx.x, gridDim.x * blockDim.x);
+        });
     }
     void start_four_warps_a_block(const std::function<void()> &body) {
         for (int warp = 0; warp < 4 * r_.num_sms; ++warp)

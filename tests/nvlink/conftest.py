@@ -1,0 +1,27 @@
+"""The ops over NVLink without a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+
+import pytest
+from scaled_calls import FakeSession
+
+from moe_tk.ops import cuda_functional, cuda_scaled_dense
+
+
+@pytest.fixture
+def sessions(monkeypatch):
+    """Sessions of the calls made, on a machine that may have no GPU."""
+    made = []
+
+    def session(op, geometry, *, timeout_s):
+        made.append(FakeSession(geometry))
+        return made[-1]
+
+    held = SimpleNamespace(session=session, stream=lambda: SimpleNamespace(cuda_stream=0))
+    for module in (cuda_functional, cuda_scaled_dense):
+        monkeypatch.setattr(module, "one_call", lambda *a: contextlib.nullcontext((held, 1.0)))
+        monkeypatch.setattr(module, "checked", lambda op, held, seconds, check: check())
+    return made
