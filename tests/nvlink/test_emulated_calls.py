@@ -7,6 +7,7 @@ import os
 import random
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import emulated
@@ -211,25 +212,56 @@ LEFT_OUT = {
 }
 
 
-def run_all_tables(folder: str, left_out: str) -> None:
-    """In a process of its own, which may end in any way."""
+def run_all_tables(folder: str) -> None:
     emulated.NOBODY_MOVES = 100_000
-    library = emulated.build(Path(folder), emulated.FEW_THREADS, *LEFT_OUT[left_out])[0]
+    library = emulated.load(Path(folder))
     for seed in range(80):  # few groups, and more than threads of a block
         chosen = sizes(2, 40, 8, 200, 8, 144, "tp", 1) if seed % 2 else sizes(2, 100 + seed, 8, 7, 8, 144, "ep", 2)
         run_tables(library, seed, **chosen)
 
 
+def run_all_sizes(folder: str) -> None:
+    emulated.NOBODY_MOVES = 300_000
+    library = emulated.load(Path(folder))
+    for index, chosen in enumerate(SIZES):
+        run_calls(library, seed=100 + index, calls=3, **chosen)
+
+
+def ends_well(run: Callable[[str], None], folder: Path, *changes: tuple[str, str, str]) -> bool:
+    """Whether `run` does with changed kernels, in a process of its own, which may end in any way."""
+    emulated.build(folder, emulated.FEW_THREADS, *changes)
+    code = f"import test_emulated_calls as t; t.{run.__name__}({str(folder)!r})"
+    try:
+        return subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, timeout=120,
+                              env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}).returncode == 0
+    except subprocess.TimeoutExpired:  # a search in a table that is not there yet
+        return False
+
+
 @pytest.mark.parametrize("left_out", LEFT_OUT)
 def test_what_is_left_out_of_open_call_is_seen(library, tmp_path, left_out):
     """Blocks and warps need their barriers: the tests above can fail."""
-    code = f"import test_emulated_calls as t; t.run_all_tables({str(tmp_path)!r}, {left_out!r})"
-    try:
-        ended = subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, timeout=120,
-                               env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}).returncode
-    except subprocess.TimeoutExpired:  # a search in a table that is not there yet
-        ended = "never"
-    assert (ended == 0) == (left_out == "nothing"), f"ended with {ended}"
+    assert ends_well(run_all_tables, tmp_path, *LEFT_OUT[left_out]) == (left_out == "nothing")
+
+
+TILES, SIZE = "(hidden + block_cols - 1) / block_cols, GROUP_COLS", "return uint32_t(first(group + 1) - first(group))"
+WRONG_COLUMNS = {  # text in column_work.hpp, other text
+    "nothing": ("", ""),
+    "the cut tile is not counted": (TILES, "hidden / block_cols, GROUP_COLS"),
+    "a cut step counts as a whole one": (TILES, "(hidden + GROUP_COLS - 1) / GROUP_COLS * 2, GROUP_COLS"),
+    "the last group is waited for without one tile": (SIZE, SIZE + " - (group == 3)"),
+    "tiles are counted for the next group": ("columns.of(col_block / per_step)", "columns.of((col_block + 1) / per_step)"),
+    "groups begin elsewhere than they are counted": ("return group * steps / groups;", "return (group * steps + 1) / groups;"),
+    "some columns of a group are in no slice": ("(index + 1) * steps / slices * SLICE_STEP)}",
+                                                "(index + 1) * (steps / slices) * SLICE_STEP)}"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_COLUMNS)
+def test_wrong_columns_are_seen(library, tmp_path, wrong):
+    """Who counts tiles and who waits for them take the number from one place: only a tile that comes late shows a wrong one."""
+    changes = () if wrong == "nothing" else (("column_work.hpp", *WRONG_COLUMNS[wrong]),)
+    assert ends_well(run_all_sizes, tmp_path, *changes) == (wrong == "nothing")
 
 
 def test_batches_of_many_jobs(library):

@@ -76,6 +76,7 @@ extern fiber *current;
 extern uint64_t now, idle;  // a tick for each nap; naps since anything happened
 
 void yield();            // behind all other fibers that can run
+void linger();           // at times until nobody else gets any further without this fiber
 void meet(meeting &);    // returns when all have come
 void something_happened();
 [[noreturn]] void fail(const char *what);

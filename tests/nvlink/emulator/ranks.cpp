@@ -206,6 +206,7 @@ class rank_stream {
             if (!waited) wait_for_rows(c_);
             waited = true;
             if (w.ghost() || kittens::laneid() != 0) return;
+            emulator::linger();  // who waits for fewer tiles than there are shall read what is not there
             tile1(w.task, true);
             emulator::yield();
             count_push::publish({g_.counters.l1_done}, w.task);
@@ -216,6 +217,7 @@ class rank_stream {
         for_each_task<CLUSTER>(list(true), g_.row_block, blockIdx.x % CLUSTER, [&](const cluster_work &w) {
             if (w.ghost()) return;
             if (!activated_gate::ready(gate, w.task)) activated_gate::wait(gate, w.task);
+            emulator::linger();
             tile2(w.task);
             emulator::yield();
             group_push::publish({g_.counters.l2_done, combine_.tiles}, w.task);
