@@ -114,7 +114,7 @@ TABLE_CASES = [
 
 def compare_tables(workspace, want, count: int, layer, columns: tuple[int, int], passes: int = DEFAULT_PASSES) -> list[str]:
     """Names of the tables on the device that differ from the schedule's. columns: of the tiles of both GEMMs; passes: of GEMM 2."""
-    slots, blocks, jobs = want.slot_pair.numel(), want.block_group.numel(), want.delivery_order.numel()
+    slots, blocks, jobs = want.slot_pair.numel(), want.block_group.numel(), want.job_order.numel()
     present = torch.cat([torch.arange(want.tokens_per_rank) < c for c in want.token_counts.tolist()])
     widths = 2 * layer.session.geometry.padded_intermediate, layer.hidden_size
     orders = [task_order(want, -(-width // tile), times, 256 // tile)
@@ -126,7 +126,6 @@ def compare_tables(workspace, want, count: int, layer, columns: tuple[int, int],
         "slot_pair": (workspace.local("slot_pair")[:slots], want.slot_pair),
         "block_target": (workspace.local("block_target")[:blocks], want.block_target),
         "block_group": (workspace.local("block_group")[:blocks], want.block_group),
-        "delivery_order": (workspace.local("delivery_order")[:jobs], want.delivery_order),
         "job_order": (workspace.local("job_order")[:jobs], want.job_order),
         "chunk_expected": (workspace.local("chunk_expected"), want.chunk_expected),
         "expert_load": (workspace.local("expert_load")[:want.expert_load.numel()], want.expert_load),

@@ -22,7 +22,7 @@ from moe_tk.schedule import Tables, build_tables
 from moe_tk.schedule.orders import task_order
 
 E4M3 = torch.float8_e4m3fn
-TABLES = ("expert_offsets", "slot_pair", "block_target", "block_group", "delivery_order", "job_order", "chunk_expected",
+TABLES = ("expert_offsets", "slot_pair", "block_target", "block_group", "job_order", "chunk_expected",
           "expert_load", "token_counts")
 FAILED, VOID_REASON = 0, 1
 LITTLE_SHARED = 16 * 1024  # open_call takes pairs chunk by chunk

@@ -1,8 +1,8 @@
 // The schedule tables, from the pairs of all ranks in this GPU's memory; docs/schedule.md has the meaning.
 //
-// All three orders are counting sorts of pairs by group, stable in (token, choice): the slots of all pairs, delivery_order of
-// each token's first pair and job_order of its last one, in the order of slots. Which pairs of a token these are follows from
-// its groups alone, so all three are counted in one pass, and one sum over warps, blocks and groups places all three.
+// Both orders are counting sorts of pairs by group, stable in (token, choice): the slots of all pairs, and job_order of each
+// token's last one, in the order of slots. Which pair of a token that is follows from its groups alone, so both are counted in
+// one pass, and one sum over warps, blocks and groups places both. The schedule's delivery_order is not built: GEMM 1 gathers.
 #pragma once
 
 #include "hooks.cuh"
@@ -10,20 +10,13 @@
 
 namespace moe_tk::nvlink {
 
-// Three numbers of one group: its pairs, and those among them that are the first and the last of their token in slot order.
+// Two numbers of one group: its pairs, and those among them that are the last of their token in slot order.
 struct group_counts {
-    static constexpr int PAIR_BITS = 26, TOKEN_BITS = 19;
-    int pairs, firsts, lasts;
-    __device__ static uint64_t pack(int pairs, int firsts, int lasts) {
-        return uint64_t(pairs) | uint64_t(firsts) << PAIR_BITS | uint64_t(lasts) << (PAIR_BITS + TOKEN_BITS);
-    }
-    __device__ static group_counts unpack(uint64_t v) {
-        return {int(v & ((1u << PAIR_BITS) - 1)), int(v >> PAIR_BITS & ((1u << TOKEN_BITS) - 1)), int(v >> (PAIR_BITS + TOKEN_BITS))};
-    }
+    int pairs, lasts;
+    __device__ static uint64_t pack(int pairs, int lasts) { return uint64_t(uint32_t(pairs)) | uint64_t(uint32_t(lasts)) << 32; }
+    __device__ static group_counts unpack(uint64_t v) { return {int(v), int(v >> 32)}; }
 };
-// A block has an eighth of the tokens, and less than one more for each warp; 32 choices at most.
-static_assert(MAX_TOKENS / OPEN_CLUSTER + OPEN_WARPS < 1 << group_counts::TOKEN_BITS);
-static_assert((MAX_TOKENS / OPEN_CLUSTER + OPEN_WARPS) * 32ll < 1ll << group_counts::PAIR_BITS);
+static_assert(MAX_TOKENS * 32ll < 1ll << 31, "pairs of all ranks are counted in 32 bits");
 
 // chunk_expected is added to by place_pairs, behind barriers 1 to 3.
 __device__ __forceinline__ void zero_chunks(const open_globals &g, const build_place &me) {
@@ -61,20 +54,20 @@ __device__ __forceinline__ token_walk walk_of(const open_globals &g, const build
     return w;
 }
 
-// The key of a pair: its group, and which of its token's pairs it is; or -1.
-constexpr int KEY_FIRST = 1 << 30, KEY_LAST = 1 << 29, KEY_GROUP = KEY_LAST - 1;
+// The key of a pair: its group, and whether it is the last of its token's pairs; or -1.
+constexpr int KEY_LAST = 1 << 30, KEY_GROUP = KEY_LAST - 1;
 
 // Slots of a token follow its pairs' (group, choice), since a token is in one segment and earlier than the next one.
 __device__ __forceinline__ int key_of(const open_globals &g, const build_place &me, const token_walk &w, int group) {
     const int k = g.call.top_k, mine = group * 32 + w.choice;
-    int least = group >= 0 ? mine : INT32_MAX, most = group >= 0 ? mine : -1;
+    int most = group >= 0 ? mine : -1;
 #pragma unroll 1
     for (int d = 1; d < k; d *= 2) {  // of the 2 d pairs from this one on
-        const int other_least = __shfl_sync(0xffffffff, least, me.lane + d), other_most = __shfl_sync(0xffffffff, most, me.lane + d);
-        if (w.choice + d < k) least = min(least, other_least), most = max(most, other_most);
+        const int other = __shfl_sync(0xffffffff, most, me.lane + d);
+        if (w.choice + d < k) most = max(most, other);
     }
-    least = __shfl_sync(0xffffffff, least, me.lane - w.choice), most = __shfl_sync(0xffffffff, most, me.lane - w.choice);
-    return group < 0 ? -1 : group | (mine == least ? KEY_FIRST : 0) | (mine == most ? KEY_LAST : 0);
+    most = __shfl_sync(0xffffffff, most, me.lane - w.choice);
+    return group < 0 ? -1 : group | (mine == most ? KEY_LAST : 0);
 }
 
 // Fills the lane's column of the stash with (key, weight) of its pairs of tokens first .. last. The loads of LOOKAHEAD steps are in
@@ -125,13 +118,12 @@ __device__ __forceinline__ void for_each_step(const open_globals &g, const build
 __device__ __forceinline__ uint64_t count_step(uint64_t *mine, int key, int lane) {
     const int group = key < 0 ? -1 : key & KEY_GROUP;
     const uint32_t same = __match_any_sync(0xffffffff, group), before = same & ((1u << lane) - 1);
-    const uint32_t firsts = __ballot_sync(0xffffffff, key >= 0 && key & KEY_FIRST);
     const uint32_t lasts = __ballot_sync(0xffffffff, key >= 0 && key & KEY_LAST);
     const uint64_t old = group >= 0 ? mine[group] : 0;
     __syncwarp();
-    if (group >= 0 && before == 0) mine[group] = old + group_counts::pack(__popc(same), __popc(same & firsts), __popc(same & lasts));
+    if (group >= 0 && before == 0) mine[group] = old + group_counts::pack(__popc(same), __popc(same & lasts));
     __syncwarp();
-    return old + group_counts::pack(__popc(before), __popc(before & firsts), __popc(before & lasts));
+    return old + group_counts::pack(__popc(before), __popc(before & lasts));
 }
 
 __device__ __forceinline__ void count_pairs(const open_globals &g, const build_place &me, const open_shared &s, const build_arrays &a,
@@ -169,8 +161,8 @@ __device__ __forceinline__ void share_counts(const open_globals &g, const build_
     else cluster_barrier(me.warp * 32 < groups);
 }
 
-// Exclusive sums over the block of three values per thread; `total` are the sums of all. Once only.
-__device__ __forceinline__ void block_scan(int (&value)[3], const build_place &me, open_shared &s, int (&total)[3]) {
+// Exclusive sums over the block of two values per thread; `total` are the sums of all. Once only.
+__device__ __forceinline__ void block_scan(int (&value)[2], const build_place &me, open_shared &s, int (&total)[2]) {
     const auto warp_scan = [&](int v) {
 #pragma unroll
         for (int d = 1; d < 32; d *= 2) {
@@ -179,15 +171,15 @@ __device__ __forceinline__ void block_scan(int (&value)[3], const build_place &m
         }
         return v;
     };
-    int sum[3];
+    int sum[2];
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < 2; ++i) {
         sum[i] = warp_scan(value[i]);
         if (me.lane == 31) s.warp_sum[i][me.warp] = sum[i];
     }
     __syncthreads();
 #pragma unroll
-    for (int i = 0; i < 3; ++i) {
+    for (int i = 0; i < 2; ++i) {
         const int mine = me.lane < OPEN_WARPS ? s.warp_sum[i][me.lane] : 0, warps = warp_scan(mine);
         total[i] = __shfl_sync(0xffffffff, warps, 31);
         value[i] = __shfl_sync(0xffffffff, warps - mine, me.warp) + sum[i] - value[i];
@@ -200,23 +192,23 @@ __device__ __forceinline__ void place_groups(const open_globals &g, const build_
     const int groups = g.segments * g.num_local;
     const int each = groups <= OPEN_THREADS ? 1 : PER_THREAD;
     group_counts before[PER_THREAD];
-    int padded[PER_THREAD], firsts[PER_THREAD], lasts[PER_THREAD], at[3] = {0, 0, 0}, total[3];
+    int padded[PER_THREAD], lasts[PER_THREAD], at[2] = {0, 0}, total[2];
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
         const int group = me.thread * each + i;
-        before[i] = {0, 0, 0}, padded[i] = firsts[i] = lasts[i] = 0;
+        before[i] = {0, 0}, padded[i] = lasts[i] = 0;
         if (i >= each || group >= groups) continue;
         int pairs = 0;
 #pragma unroll 4
         for (int block = 0; block < OPEN_CLUSTER; ++block) {  // loads in flight together
             if (block >= me.builders) continue;
-            if (block == me.block) before[i] = {pairs, firsts[i], lasts[i]};
+            if (block == me.block) before[i] = {pairs, lasts[i]};
             const group_counts here = group_counts::unpack(a.inbox[block * groups + group]);
-            pairs += here.pairs, firsts[i] += here.firsts, lasts[i] += here.lasts;
+            pairs += here.pairs, lasts[i] += here.lasts;
         }
         a.total[group] = pairs;
         padded[i] = (pairs + g.row_block - 1) & -g.row_block;
-        at[0] += padded[i], at[1] += firsts[i], at[2] += lasts[i];
+        at[0] += padded[i], at[1] += lasts[i];
     }
     block_scan(at, me, s, total);
 #pragma unroll
@@ -225,8 +217,8 @@ __device__ __forceinline__ void place_groups(const open_globals &g, const build_
         if (i >= each || group >= groups) continue;
         a.offset[group] = at[0];
         a.first_slot[group] = at[0] + before[i].pairs;
-        a.first_delivery[group] = at[1] + before[i].firsts, a.first_job[group] = at[2] + before[i].lasts;
-        at[0] += padded[i], at[1] += firsts[i], at[2] += lasts[i];
+        a.first_job[group] = at[1] + before[i].lasts;
+        at[0] += padded[i], at[1] += lasts[i];
     }
     if (me.thread == 0) {
         a.offset[groups] = total[0];
@@ -235,7 +227,7 @@ __device__ __forceinline__ void place_groups(const open_globals &g, const build_
     __syncthreads();
 }
 
-// Each pair's slot, and the places of its token where it is the first or the last one.
+// Each pair's slot, and the job of its token where it is the last one.
 __device__ __forceinline__ void place_pairs(const open_globals &g, const build_place &me, const open_shared &s, const build_arrays &a,
                                             const token_walk &w, uint32_t parity) {
     const call_view &c = g.call;
@@ -251,11 +243,10 @@ __device__ __forceinline__ void place_pairs(const open_globals &g, const build_p
         t.slots[number] = slot;
         if (key < 0) return;
         t.slot_pair[slot] = number, t.slot_weight[slot] = __int_as_float(pair.y);
-        if (key & KEY_FIRST) {
-            t.delivery_order[a.first_delivery[group] + before.firsts] = row;
+        if (key & KEY_LAST) {
+            t.job_order[a.first_job[group] + before.lasts] = row;
             atomicAdd(t.chunk_expected + at.rank * c.job_chunks + at.t / c.job_chunk, 1);
         }
-        if (key & KEY_LAST) t.job_order[a.first_job[group] + before.lasts] = row;
     });
 }
 

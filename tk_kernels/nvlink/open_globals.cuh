@@ -22,7 +22,7 @@ struct divisor {
 
 struct open_shared {
     int first_token[MAX_WORLD + 1];  // ranks' tokens in one row, without gaps
-    int warp_sum[3][OPEN_WARPS];
+    int warp_sum[2][OPEN_WARPS];
     alignas(8) uint64_t room[];      // build_arrays
 };
 
@@ -31,7 +31,7 @@ struct open_shared {
 struct open_room { int warps, steps; };
 inline open_room room_for(int groups, int bytes = OPEN_SHARED_BYTES) {
     constexpr int STEP_BYTES = 32 * int(sizeof(int2)), LEAST_STEPS = 8;
-    bytes -= int(sizeof(open_shared)) + 4 * (5 * groups + 1) + 8 * OPEN_CLUSTER * groups;
+    bytes -= int(sizeof(open_shared)) + 4 * (4 * groups + 1) + 8 * OPEN_CLUSTER * groups;
 #ifdef MOE_TK_TRACE
     bytes -= int(sizeof(stamp_room)) + 16;
 #endif
@@ -77,7 +77,7 @@ struct build_arrays {
     int2 *stash;          // [room.warps, room.steps, 32] key and weight of pairs
     int *offset;          // [groups + 1] first slot
     int *total;           // [groups] rows
-    int *first_slot, *first_delivery, *first_job;  // [groups] of this block
+    int *first_slot, *first_job;  // [groups] of this block
 };
 __device__ __forceinline__ build_arrays arrays_of(const open_globals &g, open_shared &s) {
     const int groups = g.segments * g.num_local;
@@ -87,7 +87,7 @@ __device__ __forceinline__ build_arrays arrays_of(const open_globals &g, open_sh
     a.stash = reinterpret_cast<int2 *>(a.histogram + g.room.warps * groups);
     a.offset = reinterpret_cast<int *>(a.stash + g.room.warps * g.room.steps * 32);
     a.total = a.offset + groups + 1;
-    a.first_slot = a.total + groups, a.first_delivery = a.first_slot + groups, a.first_job = a.first_delivery + groups;
+    a.first_slot = a.total + groups, a.first_job = a.first_slot + groups;
     return a;
 }
 

@@ -17,7 +17,7 @@ uint8_t dynamic_shared[16];  // of the kernel open_call, which is not called its
 #define RANK_FIELDS(F)                                                                                                             \
     F(control) F(headers) F(posted) F(rows_posted) F(routing) F(rows) F(combined) F(planes) F(mailbox) F(record_claim) F(epoch)    \
     F(rank) F(max_tokens) F(top_k) F(hidden) F(row_bytes) F(job_chunk) F(job_chunks) F(counts) F(expert_offsets) F(slots)          \
-    F(slot_pair) F(slot_weight) F(block_target) F(block_group) F(delivery_order) F(job_order) F(chunk_expected) F(expert_load)     \
+    F(slot_pair) F(slot_weight) F(block_target) F(block_group) F(job_order) F(chunk_expected) F(expert_load)     \
     F(load_total) F(contributors) F(token_counts) F(tasks1) F(tasks2) F(l1_done) F(l2_done) F(job_done)     \
     F(next_item) F(blocks_done) F(copies_done) F(routing_sent) F(slot_rows) F(activated) F(expert_out)         \
     F(activated_scales) F(quantised) F(num_experts) F(first_expert) F(num_local) F(tensor_parallel) F(max_slots)    \
@@ -46,7 +46,7 @@ call_view call_of(const rank_fields &r, int world) {
 
 table_view tables_of(const rank_fields &r) {
     return {at<int>(r.counts), at<int>(r.expert_offsets), at<int>(r.slots), at<int>(r.slot_pair), at<float>(r.slot_weight),
-            at<int>(r.block_target), at<int>(r.block_group), at<int>(r.delivery_order), at<int>(r.job_order),
+            at<int>(r.block_target), at<int>(r.block_group), at<int>(r.job_order),
             at<int>(r.chunk_expected), at<int>(r.expert_load), at<long long>(r.load_total), at<long long>(r.contributors),
             at<int>(r.token_counts),
             at<int4>(r.tasks1), at<int4>(r.tasks2)};
