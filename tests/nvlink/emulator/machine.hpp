@@ -118,6 +118,11 @@ template <class T> T __shfl_up_sync(unsigned, T v, int d) {
     const int lane = emulator::current->lane;
     return emulator::unpack<T>(all[lane < d ? lane : lane - d]);
 }
+template <class T> T __shfl_down_sync(unsigned, T v, int d) {
+    const uint64_t *all = emulator::exchange(v);
+    const int lane = emulator::current->lane;
+    return emulator::unpack<T>(all[lane + d < 32 ? lane + d : lane]);
+}
 template <class T> T __shfl_xor_sync(unsigned, T v, int d) {
     return emulator::unpack<T>(emulator::exchange(v)[emulator::current->lane ^ d]);
 }

@@ -61,14 +61,14 @@ open_globals open_of(const rank_fields &r, const call_view &c) {
             .num_tokens = int(r.num_tokens),
             .refused = int(r.refused), .export_waits = 0, .quantise = int(r.quantised), .ids_are_64 = int(r.ids_are_64),
             .weights_are_bf16 = int(r.weights_are_bf16), .num_experts = int(r.num_experts), .first_expert = int(r.first_expert),
-            .num_local = int(r.num_local), .tensor_parallel = int(r.tensor_parallel), .choices = divisor(int(r.top_k)),
+            .num_local = int(r.num_local), .tensor_parallel = int(r.tensor_parallel), .choices = divisor(int(r.top_k)), .chunks = divisor(int(r.job_chunk)),
             .row_block = int(r.row_block), .segments = int(r.segments),
             .max_blocks = int(r.max_blocks), .max_slots = int(r.max_slots),
             .col_blocks1 = int((2 * r.intermediate + r.gather_cols - 1) / r.gather_cols),
             .col_blocks2 = int((r.hidden + r.scatter_cols - 1) / r.scatter_cols), .per_step2 = int(GROUP_COLS / r.scatter_cols), .passes = int(r.passes),
             .epoch = at<uint32_t>(r.epoch), .blocks_done = at<uint32_t>(r.blocks_done), .copies_done = at<uint32_t>(r.copies_done),
             .routing_sent = at<uint32_t>(r.routing_sent),
-            .room = room_for(int(r.segments * r.num_local), int(r.shared_bytes)), .one_sender_pairs = int(r.one_sender_pairs),
+            .room = room_for(int(r.segments * r.num_local), int(r.top_k), int(r.shared_bytes)), .one_sender_pairs = int(r.one_sender_pairs),
             .one_builder_pairs = int(r.one_builder_pairs)};
 }
 
