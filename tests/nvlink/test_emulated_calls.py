@@ -87,9 +87,12 @@ def check_tables(rank: Rank, arguments: list[Arguments]) -> None:
     for name, table in expected.items():
         assert torch.equal(rank.table(name)[:table.numel()], table.reshape(-1).int()), name
     assert torch.equal(rank.table("contributors", torch.int64)[:len(mine.x)], want.contributors[:len(mine.x)])
-    slots = rank.table("slots").view(g.world, g.max_tokens, g.top_k)
+    slots, weights = rank.table("slots").view(g.world, g.max_tokens, g.top_k), torch.zeros(g.world, g.max_tokens, g.top_k)
     for source, a in enumerate(arguments):
+        weights[source, :len(a.x)] = a.weights.float()
         assert torch.equal(slots[source, :len(a.x)], want.slots.view_as(slots)[source, :len(a.x)])
+    real = want.slot_pair >= 0
+    assert torch.equal(rank.table("slot_weight", torch.float32)[:len(real)][real], weights.view(-1)[want.slot_pair[real].long()])
 
 
 def values_of(a: Arguments, quantised: bool) -> Tensor:
