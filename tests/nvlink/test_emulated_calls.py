@@ -220,7 +220,7 @@ LEFT_OUT = {  # file, text, other text
     "the ranks of a block": (BUILD, "while (of_all >= s.first_token[rank + 1] * k) ++rank;", ""),
     "earlier jobs of a warp": (BUILD, "uint16_t(before.lasts);", "uint16_t(0);"),
     "the ends of chunks": (BUILD, "(chunk + 1) * c.job_chunk)", "(chunk + 1) * c.job_chunk + 1)"),
-    "the rest of a step": (BUILD, "slots -= (from - last) * k, from = last;", "from = last;"),
+    "the rest of a step": (BUILD, "            from = last;  //", "            //"),
 }
 
 

@@ -249,8 +249,8 @@ __device__ __forceinline__ void place_groups(const open_globals &g, const build_
     for_my_groups(g, me, [&](int i, int group) {
         int pairs = 0;
         before[i] = {0, 0}, lasts[i] = 0;
-#pragma unroll 4
-        for (int block = 0; block < OPEN_CLUSTER; ++block) {  // loads in flight together
+#pragma unroll 2
+        for (int block = 0; block < OPEN_CLUSTER; ++block) {  // two loads in flight: with more, registers spill
             if (block >= me.builders) continue;
             if (block == me.block) before[i] = {pairs, lasts[i]};
             const group_counts here = group_counts::unpack(a.inbox[block * groups + group]);
@@ -281,13 +281,13 @@ __device__ __forceinline__ void place_warp(const open_globals &g, const build_pl
     const uint32_t *mine = a.histogram + me.warp * g.segments * g.num_local;
     for_each_run(s, w, [&](int rank, int from, int to) {
         const int first_token = s.first_token[rank], to_row = rank * c.max_tokens - first_token;
-        int *slots = t.slots + (from + to_row) * k + me.lane;
+        const int to_number = (to_row + w.round) * k;
 #pragma unroll 1
         while (from < to) {  // chunk by chunk
             const int chunk = g.chunks.divide(from - first_token), last = min(to, first_token + (chunk + 1) * c.job_chunk);
             int jobs = 0;
 #pragma unroll 1
-            for (; from < last; from += w.per_step, slots += step_pairs) {
+            for (; from < last; from += w.per_step) {
                 const int index = (from - w.round) * k + me.lane, token = from + w.token;
                 const bool used = me.lane < step_pairs && token < last;
                 const int key = used ? a.stash[index].x : -1, group = pair_key::group(key);
@@ -301,10 +301,10 @@ __device__ __forceinline__ void place_warp(const open_globals &g, const build_pl
                     a.sorted[place.x + rank_in_block] = uint16_t(index);
                     if (job) t.job_order[a.first_job[group] + before.lasts + a.last_rank[token - w.round]] = token + to_row;
                 }
-                if (used) *slots = slot;
+                if (used) t.slots[index + to_number] = slot;
                 jobs += __popc(__ballot_sync(0xffffffff, job));
             }
-            slots -= (from - last) * k, from = last;  // the last step may be a part of one
+            from = last;  // the last step may be a part of one
             if (me.lane == 0 && jobs > 0) atomicAdd(t.chunk_expected + rank * c.job_chunks + chunk, jobs);
         }
     });
