@@ -178,7 +178,6 @@ def table_items(g: NvlinkGeometry) -> tuple[Item, ...]:
         ("block_group", (g.max_blocks,), 4, "group of each row block"),
         ("tasks1", (g.max_blocks * ceil_div(2 * g.padded_intermediate, MIN_COLUMN_BLOCK), 4), 4, "tiles of GEMM 1 in order"),
         ("tasks2", (g.max_blocks * ceil_div(g.hidden, MIN_COLUMN_BLOCK), 4), 4, "tiles of GEMM 2 in order"),
-        ("delivery_order", (rows,), 4, "rows by smallest slot"),
         ("job_order", (rows,), 4, "rows by largest slot"),
         ("chunk_expected", (g.world, g.job_chunks), 4, "jobs of each chunk"),
         ("contributors", (g.max_tokens,), 8, "ranks with work for each own token"),

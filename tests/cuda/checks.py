@@ -17,6 +17,7 @@ from moe_tk.errors import ArgumentError, MoETkError, PeerLost, PeerRefused, Prot
 from moe_tk.group import resolve_group
 from moe_tk.planner import FUSED_VARIANTS
 from moe_tk.runtime.nvlink_layer import DEFAULT_PASSES
+from moe_tk.runtime.nvlink_session import OPEN
 from moe_tk.schedule import build_tables, make_routing, task_order
 from moe_tk.weights import shard_weights
 
@@ -98,6 +99,17 @@ class Data:
         return reference.relative_error(out, reference.moe_layer(*args, self.w13, self.w2))
 
 
+def poisoned_call(layer, ranks: Ranks, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """The result of a call with poisoned buffers."""
+    ranks.meet()
+    layer.session.workspace.poison()
+    ranks.meet()
+    out = torch.full_like(args[0], float("nan"))
+    layer(*args, out=out)
+    layer.synchronize()
+    return out
+
+
 BUDGET = reference.ERROR_BUDGET[torch.bfloat16]
 
 TABLE_CASES = [
@@ -112,9 +124,9 @@ TABLE_CASES = [
     Case(512, 8, 64, (512,), row_block=64, segments=2, routing="hot_rank"), Case(96, 32, 1024, (96, 40), "tp", 64, 1)]
 
 
-def compare_tables(workspace, want, count: int, layer, columns: tuple[int, int], passes: int = DEFAULT_PASSES) -> list[str]:
+def compare_tables(workspace, want, count: int, layer, columns: tuple[int, int], passes: int) -> list[str]:
     """Names of the tables on the device that differ from the schedule's. columns: of the tiles of both GEMMs; passes: of GEMM 2."""
-    slots, blocks, jobs = want.slot_pair.numel(), want.block_group.numel(), want.delivery_order.numel()
+    slots, blocks, jobs = want.slot_pair.numel(), want.block_group.numel(), want.job_order.numel()
     present = torch.cat([torch.arange(want.tokens_per_rank) < c for c in want.token_counts.tolist()])
     widths = 2 * layer.session.geometry.padded_intermediate, layer.hidden_size
     orders = [task_order(want, -(-width // tile), times, 256 // tile)
@@ -126,7 +138,6 @@ def compare_tables(workspace, want, count: int, layer, columns: tuple[int, int],
         "slot_pair": (workspace.local("slot_pair")[:slots], want.slot_pair),
         "block_target": (workspace.local("block_target")[:blocks], want.block_target),
         "block_group": (workspace.local("block_group")[:blocks], want.block_group),
-        "delivery_order": (workspace.local("delivery_order")[:jobs], want.delivery_order),
         "job_order": (workspace.local("job_order")[:jobs], want.job_order),
         "chunk_expected": (workspace.local("chunk_expected"), want.chunk_expected),
         "expert_load": (workspace.local("expert_load")[:want.expert_load.numel()], want.expert_load),
@@ -135,6 +146,23 @@ def compare_tables(workspace, want, count: int, layer, columns: tuple[int, int],
         "tasks1": (workspace.local("tasks1")[:len(orders[0])], orders[0]),
         "tasks2": (workspace.local("tasks2")[:len(orders[1])], orders[1])}
     return [name for name, (got, expected) in pairs.items() if not torch.equal(got.cpu().long(), expected.long())]
+
+
+def check_tables(layer, data: Data, row_block: int, columns: tuple[int, int], passes: int, what: str):
+    """The first launch of a call builds the schedule's tables, element by element. Returns those."""
+    case, ranks = data.case, data.ranks
+    x, ids, weights = data.mine()
+    layer._calls.forward(x, ids, weights, torch.empty_like(x), signature=7, stages=OPEN)
+    layer.synchronize()
+    counts, segments = [case.count(rank) for rank in range(ranks.world)], layer._calls.choices(len(x))[1]
+    want = build_tables(data.ids, token_counts=counts, world=ranks.world, rank=ranks.rank, num_experts=case.experts,
+                        mode=case.mode, row_block=row_block, segments=segments, job_chunk=32)
+    different = compare_tables(layer.session.workspace, want, len(x), layer, columns, passes)
+    assert different == [], f"{case} {what}"
+    weight = layer.session.workspace.local("slot_weight", torch.float32)[:want.slot_pair.numel()].cpu()
+    real = want.slot_pair >= 0
+    assert torch.equal(weight[real], data.weights.reshape(-1)[want.slot_pair[real].long()]), f"{case} {what}: slot_weight"
+    return want
 
 
 def sent_rows_are_there(workspace, want, data: Data, case: Case, ranks: Ranks) -> bool:
@@ -157,21 +185,11 @@ def tables(ranks: Ranks) -> None:
             layer._calls.variant, layer._calls.passes = (None, None) if seed == 0 else (variants[index % len(variants)].name, 2)
             data = Data(case, ranks, seed)
             data.load(layer)
-            x, ids, weights = data.mine()
-            layer._calls.forward(x, ids, weights, torch.empty_like(x), signature=7, stages=1)
-            layer.synchronize()
-            counts = [case.count(rank) for rank in range(ranks.world)]
-            variant, segments = layer._calls.variant_of(len(x)), layer._calls.choices(len(x))[1]
-            want = build_tables(data.ids, token_counts=counts, world=ranks.world, rank=ranks.rank, num_experts=case.experts,
-                                mode=case.mode, row_block=variant.row_block, segments=segments, job_chunk=32)
-            workspace = layer.session.workspace
-            columns, passes = (variant.gather_cols, variant.scatter_cols), layer._calls.passes or DEFAULT_PASSES
-            assert compare_tables(workspace, want, len(x), layer, columns, passes) == [], f"{case} {variant.name} seed {seed}"
-            weight = workspace.local("slot_weight", torch.float32)[:want.slot_pair.numel()].cpu()
-            real = want.slot_pair >= 0
-            assert torch.equal(weight[real], data.weights.reshape(-1)[want.slot_pair[real].long()]), f"{case}: slot_weight"
+            variant, passes = layer._calls.variant_of(case.count(ranks.rank)), layer._calls.passes or DEFAULT_PASSES
+            want = check_tables(layer, data, variant.row_block, (variant.gather_cols, variant.scatter_cols), passes,
+                                f"{variant.name} seed {seed}")
             if ranks.world > 1:
-                there = sent_rows_are_there(workspace, want, data, case, ranks)
+                there = sent_rows_are_there(layer.session.workspace, want, data, case, ranks)
                 ranks.meet()  # only a whole call keeps the next one's rows away until these have been read
                 assert there, f"{case}: rows from the other ranks"
 
@@ -202,15 +220,7 @@ def layer_against_reference(ranks: Ranks, **settings: object) -> None:
             data.load(layer)
             x, ids, weights = data.mine()
             ids = ids.to(torch.int32) if seed else ids
-            outputs = []
-            for _ in range(2):
-                ranks.meet()
-                layer.session.workspace.poison()
-                ranks.meet()
-                out = torch.full_like(x, float("nan"))
-                layer(x, ids, weights, out=out)
-                layer.synchronize()
-                outputs.append(out)
+            outputs = [poisoned_call(layer, ranks, (x, ids, weights)) for _ in range(2)]
             error = data.error(outputs[0], (x, ids, weights))
             assert error <= BUDGET, f"{case} seed {seed}: {error}"
             assert torch.equal(*outputs), f"{case} seed {seed}: not bitwise equal when repeated"

@@ -10,20 +10,8 @@ import torch
 from moe_tk import reference
 from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.nvlink_session import COMBINE, GATHER, GEMM1, GEMM2, OPEN, PULL
-from moe_tk.schedule import build_tables
 from tests.cuda import checks
-from tests.cuda.checks import BUDGET, LAYER_CASES, SMALL, TABLE_CASES, Case, Data, Ranks, compare_tables
-
-
-def call(layer, ranks: Ranks, args: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """The result of a call with poisoned buffers."""
-    ranks.meet()
-    layer.session.workspace.poison()
-    ranks.meet()
-    out = torch.full_like(args[0], float("nan"))
-    layer(*args, out=out)
-    layer.synchronize()
-    return out
+from tests.cuda.checks import BUDGET, LAYER_CASES, SMALL, TABLE_CASES, Case, Data, Ranks, check_tables, poisoned_call
 
 
 def tables(ranks: Ranks) -> None:
@@ -33,16 +21,10 @@ def tables(ranks: Ranks) -> None:
     for case in TABLE_CASES:
         layer = case.layer(ranks, pattern="serial")
         data = Data(case, ranks)
-        x, ids, weights = data.mine()
-        layer._calls.forward(x, ids, weights, torch.empty_like(x), signature=7, stages=OPEN)
-        layer.synchronize()
-        tiles, segments = [found[tile.name] for tile in layer._calls.tiles(len(x))], layer._calls.choices(len(x))[1]
+        tiles = [found[tile.name] for tile in layer._calls.tiles(case.count(ranks.rank))]
         columns = tuple(tile["columns"] for tile in tiles)
         seen.add(columns)
-        want = build_tables(data.ids, token_counts=[case.count(rank) for rank in range(ranks.world)], world=ranks.world,
-                            rank=ranks.rank, num_experts=case.experts, mode=case.mode, row_block=tiles[0]["row_block"],
-                            segments=segments, job_chunk=32)
-        assert compare_tables(layer.session.workspace, want, len(x), layer, columns, passes=1) == [], f"{case}: {columns}"
+        check_tables(layer, data, tiles[0]["row_block"], columns, 1, str(columns))
     assert {128, 256} <= {width for columns in seen for width in columns}
 
 
@@ -57,11 +39,12 @@ def against_reference(ranks: Ranks) -> None:
             data.load(serial)
             data.load(fused)
             args = data.mine()
-            out = call(serial, ranks, args)
+            out = poisoned_call(serial, ranks, args)
             error = data.error(out, args)
             assert error <= BUDGET, f"{case} seed {seed}: {error}"
-            assert torch.equal(out, call(serial, ranks, args)), f"{case} seed {seed}: not bitwise equal when repeated"
-            assert torch.equal(out, call(fused, ranks, args)), f"{case} seed {seed}: not bitwise equal to the fused pattern"
+            assert torch.equal(out, poisoned_call(serial, ranks, args)), f"{case} seed {seed}: not bitwise equal when repeated"
+            other = poisoned_call(fused, ranks, args)
+            assert torch.equal(out, other), f"{case} seed {seed}: not bitwise equal to the fused pattern"
 
 
 def every_tile(ranks: Ranks) -> None:
@@ -87,7 +70,7 @@ def one_stage_at_a_time(ranks: Ranks) -> None:
     layer = SMALL.layer(ranks, pattern="serial")
     data.load(layer)
     args = data.mine()
-    want = call(layer, ranks, args)
+    want = poisoned_call(layer, ranks, args)
     out = torch.full_like(want, float("nan"))
     layer.session.workspace.poison()
     ranks.meet()
@@ -108,7 +91,7 @@ def mixed_patterns(ranks: Ranks) -> None:
         args = data.mine()
         for layer in (serial, fused):
             data.load(layer)
-        want = call(fused, ranks, args)
+        want = poisoned_call(fused, ranks, args)
         assert data.error(want, args) <= BUDGET
         outputs = []
         for turn in range(20):  # no wait between them: neither pattern may touch what the other still reads

@@ -22,6 +22,7 @@ from moe_tk.memory.nvlink_layout import NvlinkGeometry, row_items, symmetric_ite
 
 GUARD, GUARD_BYTE, POISON = 256, 0xEE, 0xFF  # POISON: NaN in every element type
 EMULATOR = Path(__file__).parent / "emulator"
+LIBRARY = "emulator.so"
 FOLDERS = ("nvlink", "engine", "platform", "protocol", "hooks")
 NOBODY_MOVES = 3_000_000  # naps in a row after which a call counts as stuck
 SMS = 4
@@ -53,12 +54,16 @@ def build(folder: Path, *changes: tuple[str, str, str]) -> tuple[ctypes.CDLL | N
         assert before.count(text) == 1, f"{name}: {text}"
         file.unlink()
         file.write_text(before.replace(text, other))
-    library = folder / "emulator.so"
     subprocess.run([compiler, "-std=c++20", "-O1", "-w", "-fPIC", "-shared", f"-I{folder}", f"-I{EMULATOR}", f"-I{include}",
-                    str(EMULATOR / "machine.cpp"), str(EMULATOR / "ranks.cpp"), "-o", str(library)], check=True)
-    loaded = ctypes.CDLL(str(library))
+                    str(EMULATOR / "machine.cpp"), str(EMULATOR / "ranks.cpp"), "-o", str(folder / LIBRARY)], check=True)
+    return load(folder), ""
+
+
+def load(folder: Path) -> ctypes.CDLL:
+    """What `build` has made there."""
+    loaded = ctypes.CDLL(str(folder / LIBRARY))
     loaded.emulator_fields.restype = ctypes.c_char_p
-    return loaded, ""
+    return loaded
 
 
 class Guarded:

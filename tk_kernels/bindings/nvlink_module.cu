@@ -47,9 +47,8 @@ nvlink::table_view read_tables(bindings::fields &f) {
     return {.counts = f.pointer<int>("counts"), .expert_offsets = f.pointer<int>("expert_offsets"), .slots = f.pointer<int>("slots"),
             .slot_pair = f.pointer<int>("slot_pair"), .slot_weight = f.pointer<float>("slot_weight"),
             .block_target = f.pointer<int>("block_target"), .block_group = f.pointer<int>("block_group"),
-            .delivery_order = f.pointer<int>("delivery_order"), .job_order = f.pointer<int>("job_order"),
-            .chunk_expected = f.pointer<int>("chunk_expected"), .expert_load = f.pointer<int>("expert_load"),
-            .load_total = f.pointer<long long>("load_total"), .contributors = f.pointer<long long>("contributors"),
+            .job_order = f.pointer<int>("job_order"), .chunk_expected = f.pointer<int>("chunk_expected"),
+            .expert_load = f.pointer<int>("expert_load"), .load_total = f.pointer<long long>("load_total"), .contributors = f.pointer<long long>("contributors"),
             .token_counts = f.pointer<int>("token_counts"), .tasks1 = f.pointer<int4>("tasks1"),
             .tasks2 = f.pointer<int4>("tasks2")};
 }

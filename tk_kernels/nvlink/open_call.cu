@@ -26,13 +26,13 @@ void launch_open_call(const workspace_view &w, const layer_call &call, cudaStrea
         .num_tokens = call.num_tokens, .refused = call.refused, .export_waits = call.export_waits, .quantise = w.quantised,
         .ids_are_64 = call.ids_are_64,
         .weights_are_bf16 = call.weights_are_bf16, .num_experts = w.num_experts, .first_expert = w.first_expert,
-        .num_local = w.num_local, .tensor_parallel = w.tensor_parallel, .choices = divisor(w.call.top_k),
+        .num_local = w.num_local, .tensor_parallel = w.tensor_parallel, .choices = divisor(w.call.top_k), .chunks = divisor(w.call.job_chunk),
         .row_block = v.row_block, .segments = call.segments, .max_blocks = w.max_blocks, .max_slots = w.max_slots,
         .col_blocks1 = (2 * w.intermediate + v.gather_cols - 1) / v.gather_cols,
         .col_blocks2 = (w.call.hidden + v.scatter_cols - 1) / v.scatter_cols,
         .per_step2 = GROUP_COLS / v.scatter_cols, .passes = call.passes,
         .epoch = w.epoch, .blocks_done = w.blocks_done, .copies_done = w.copies_done, .routing_sent = w.routing_sent,
-        .room = room_for(call.segments * w.num_local), .one_sender_pairs = ONE_SENDER_PAIRS, .one_builder_pairs = ONE_BUILDER_PAIRS};
+        .room = room_for(call.segments * w.num_local, w.call.top_k), .one_sender_pairs = ONE_SENDER_PAIRS, .one_builder_pairs = ONE_BUILDER_PAIRS};
     // One cluster builds; as many as help copy the rows, which is one for each 256 KiB.
     const int64_t row_bytes = int64_t(call.num_tokens) * w.call.hidden * 2, per_cluster = 256 * 1024;
     const int64_t useful = (row_bytes + per_cluster - 1) / per_cluster, most = w.num_sms / OPEN_CLUSTER - 1;

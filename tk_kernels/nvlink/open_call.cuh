@@ -22,15 +22,7 @@ __device__ __forceinline__ void exchange_and_build(const open_globals &g, uint32
     me.builders = await_headers(g, me, epoch, s);
     stamp_lap_block(stamp_kind::open_headers);
     if (me.block >= me.builders) return;  // nobody touches its shared memory any more
-    const token_walk walk = walk_of(g, me, s);
-    count_pairs(g, me, s, a, walk, parity);
-    stamp_lap_block(stamp_kind::open_count);
-    share_counts(g, me, a);
-    place_groups(g, me, s, a);
-    stamp_lap_block(stamp_kind::open_groups);
-    // From here on nothing is shared: all that follows is stores to tables.
-    place_pairs(g, me, s, a, walk, parity);
-    stamp_lap_block(stamp_kind::open_pairs);
+    build_pairs(g, me, s, a, parity);
     write_groups(g, me, s, a);
     write_blocks(g, me, a);
     stamp_lap_block(stamp_kind::open_tasks);

@@ -22,23 +22,25 @@ struct divisor {
 
 struct open_shared {
     int first_token[MAX_WORLD + 1];  // ranks' tokens in one row, without gaps
-    int warp_sum[3][OPEN_WARPS];
+    int warp_sum[2][OPEN_WARPS], round_sum[1][OPEN_WARPS];
     alignas(8) uint64_t room[];      // build_arrays
 };
 
-// How many warps of a block count and place pairs, each with a histogram of its own, and how many steps of pairs each of them
-// has room for; more are taken chunk by chunk.
-struct open_room { int warps, steps; };
-inline open_room room_for(int groups, int bytes = OPEN_SHARED_BYTES) {
-    constexpr int STEP_BYTES = 32 * int(sizeof(int2)), LEAST_STEPS = 8;
-    bytes -= int(sizeof(open_shared)) + 4 * (5 * groups + 1) + 8 * OPEN_CLUSTER * groups;
+// How many warps of a block count pairs, each with a histogram of its own, and how many tokens a block has room for at once; more
+// are taken in rounds.
+struct open_room { int warps, tokens; };
+constexpr int PAIR_BYTES = sizeof(int2) + sizeof(uint16_t), TOKEN_BYTES = sizeof(uint16_t);  // stash and sorted; last_rank
+constexpr int GROUP_BYTES = 8 * OPEN_CLUSTER + sizeof(int2) + 4 * sizeof(int);               // inbox; places; the others of build_arrays
+inline open_room room_for(int groups, int top_k, int bytes = OPEN_SHARED_BYTES) {
+    constexpr int LEAST_PAIRS = 256;  // of a warp
+    bytes -= int(sizeof(open_shared)) + GROUP_BYTES * groups + 4;  // one offset more than groups
 #ifdef MOE_TK_TRACE
     bytes -= int(sizeof(stamp_room)) + 16;
 #endif
-    const auto steps = [&](int warps) { return (bytes - 8 * warps * groups) / (warps * STEP_BYTES); };
+    const auto tokens = [&](int warps) { return (bytes - 4 * warps * groups) / (top_k * PAIR_BYTES + TOKEN_BYTES); };
     int warps = OPEN_WARPS;
-    while (warps > 4 && steps(warps) < LEAST_STEPS) warps /= 2;
-    return {warps, steps(warps)};
+    while (warps > 4 && tokens(warps) * top_k < warps * LEAST_PAIRS) warps /= 2;
+    return {warps, tokens(warps)};
 }
 
 struct open_globals {
@@ -54,7 +56,7 @@ struct open_globals {
     int quantise;               // rows are sent as e4m3 with scales
     int ids_are_64, weights_are_bf16;
     int num_experts, first_expert, num_local, tensor_parallel;
-    divisor choices;            // by k
+    divisor choices, chunks;    // by k, by job_chunk
     int row_block, segments, max_blocks, max_slots;
     int col_blocks1, col_blocks2;  // of the two GEMMs
     int per_step2, passes;      // column blocks of GEMM 2 in GROUP_COLS; passes over its columns
@@ -70,24 +72,29 @@ struct build_place {  // where a thread stands in cluster 0
     int builders;  // 1 or OPEN_CLUSTER, once the headers are there
 };
 
-// The arrays of open_shared::room.
+// The arrays of open_shared::room. Rounds: those of build_pairs.
 struct build_arrays {
     uint64_t *inbox;      // [OPEN_CLUSTER, groups] group_counts of each block, written by that block
-    uint64_t *histogram;  // [room.warps, groups] group_counts of each warp, then of what came before its next pair
-    int2 *stash;          // [room.warps, room.steps, 32] key and weight of pairs
+    int2 *stash;          // [room.tokens, k] pair_key and weight of each pair of a round
+    int2 *places;         // [groups] of the block's pairs in this round: the first one among all of them, and its slot
     int *offset;          // [groups + 1] first slot
     int *total;           // [groups] rows
-    int *first_slot, *first_delivery, *first_job;  // [groups] of this block
+    int *first_job;       // [groups] of this block in this round
+    uint32_t *in_round;   // [groups] round_counts of this block
+    uint32_t *histogram;  // [room.warps, groups] round_counts of each warp, then of the warps before it
+    uint16_t *sorted;     // [room.tokens * k] pairs of the round in the order of their slots, as indices of stash
+    uint16_t *last_rank;  // [room.tokens] how many pairs that are their token's last one the warp has had before this token's
 };
 __device__ __forceinline__ build_arrays arrays_of(const open_globals &g, open_shared &s) {
-    const int groups = g.segments * g.num_local;
+    const int groups = g.segments * g.num_local, pairs = g.room.tokens * g.call.top_k;
     build_arrays a;
     a.inbox = s.room;
-    a.histogram = a.inbox + OPEN_CLUSTER * groups;
-    a.stash = reinterpret_cast<int2 *>(a.histogram + g.room.warps * groups);
-    a.offset = reinterpret_cast<int *>(a.stash + g.room.warps * g.room.steps * 32);
-    a.total = a.offset + groups + 1;
-    a.first_slot = a.total + groups, a.first_delivery = a.first_slot + groups, a.first_job = a.first_delivery + groups;
+    a.stash = reinterpret_cast<int2 *>(a.inbox + OPEN_CLUSTER * groups);
+    a.places = a.stash + pairs;
+    a.offset = reinterpret_cast<int *>(a.places + groups);
+    a.total = a.offset + groups + 1, a.first_job = a.total + groups;
+    a.in_round = reinterpret_cast<uint32_t *>(a.first_job + groups), a.histogram = a.in_round + groups;
+    a.sorted = reinterpret_cast<uint16_t *>(a.histogram + g.room.warps * groups), a.last_rank = a.sorted + pairs;
     return a;
 }
 

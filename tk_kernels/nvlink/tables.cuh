@@ -12,7 +12,7 @@ namespace moe_tk::nvlink {
 // each group of them (a collective of another stream) would keep a call from starting.
 constexpr int OPEN_CLUSTER = 8;
 constexpr int MAX_GROUPS = 1536;      // segments * local experts: histograms lie in shared memory
-constexpr int MAX_TOKENS = 1 << 21;   // of all ranks: group_counts
+constexpr int MAX_TOKENS = 1 << 21;   // of all ranks: group_counts, and 32-bit numbers of pairs
 
 enum count_index { COUNT_SLOTS, COUNT_BLOCKS, COUNT_JOBS, COUNT_TASKS1, COUNT_TASKS2, NUM_COUNTS };
 
@@ -24,7 +24,6 @@ struct table_view {
     float *slot_weight;      // [max_slots] routing weight of each slot
     int *block_target;       // [max_blocks]
     int *block_group;        // [max_blocks]
-    int *delivery_order;     // [R * T]
     int *job_order;          // [R * T]
     int *chunk_expected;     // [R, job_chunks]
     int *expert_load;        // [E_local] of this call

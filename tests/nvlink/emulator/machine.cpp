@@ -55,6 +55,12 @@ void yield() {
     ready.push_back(current);
     to_main();
 }
+void linger() {
+    constexpr uint64_t NAPS = 4000;  // of all fibers, in a row
+    yield();
+    if (draw() % 4 == 0)
+        while (idle < NAPS) ++idle, yield();
+}
 void meet(meeting &m) {
     if (++m.come < m.need) {
         m.waiting.push_back(current);

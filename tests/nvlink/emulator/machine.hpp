@@ -76,6 +76,7 @@ extern fiber *current;
 extern uint64_t now, idle;  // a tick for each nap; naps since anything happened
 
 void yield();            // behind all other fibers that can run
+void linger();           // at times until nobody else gets any further without this fiber
 void meet(meeting &);    // returns when all have come
 void something_happened();
 [[noreturn]] void fail(const char *what);
@@ -116,6 +117,11 @@ template <class T> T __shfl_up_sync(unsigned, T v, int d) {
     const uint64_t *all = emulator::exchange(v);
     const int lane = emulator::current->lane;
     return emulator::unpack<T>(all[lane < d ? lane : lane - d]);
+}
+template <class T> T __shfl_down_sync(unsigned, T v, int d) {
+    const uint64_t *all = emulator::exchange(v);
+    const int lane = emulator::current->lane;
+    return emulator::unpack<T>(all[lane + d < 32 ? lane + d : lane]);
 }
 template <class T> T __shfl_xor_sync(unsigned, T v, int d) {
     return emulator::unpack<T>(emulator::exchange(v)[emulator::current->lane ^ d]);

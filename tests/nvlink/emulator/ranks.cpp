@@ -18,7 +18,7 @@ uint8_t dynamic_shared[16];  // of the kernel open_call, which is not called its
 #define RANK_FIELDS(F)                                                                                                             \
     F(control) F(headers) F(posted) F(rows_posted) F(routing) F(rows) F(combined) F(planes) F(mailbox) F(record_claim) F(epoch)    \
     F(rank) F(max_tokens) F(top_k) F(hidden) F(row_bytes) F(job_chunk) F(job_chunks) F(counts) F(expert_offsets) F(slots)          \
-    F(slot_pair) F(slot_weight) F(block_target) F(block_group) F(delivery_order) F(job_order) F(chunk_expected) F(expert_load)     \
+    F(slot_pair) F(slot_weight) F(block_target) F(block_group) F(job_order) F(chunk_expected) F(expert_load)     \
     F(load_total) F(contributors) F(token_counts) F(tasks1) F(tasks2) F(l1_done) F(l2_done) F(job_done)     \
     F(next_item) F(blocks_done) F(copies_done) F(routing_sent) F(slot_rows) F(activated) F(expert_out)         \
     F(activated_scales) F(quantised) F(num_experts) F(first_expert) F(num_local) F(tensor_parallel) F(max_slots)    \
@@ -47,7 +47,7 @@ call_view call_of(const rank_fields &r, int world) {
 
 table_view tables_of(const rank_fields &r) {
     return {at<int>(r.counts), at<int>(r.expert_offsets), at<int>(r.slots), at<int>(r.slot_pair), at<float>(r.slot_weight),
-            at<int>(r.block_target), at<int>(r.block_group), at<int>(r.delivery_order), at<int>(r.job_order),
+            at<int>(r.block_target), at<int>(r.block_group), at<int>(r.job_order),
             at<int>(r.chunk_expected), at<int>(r.expert_load), at<long long>(r.load_total), at<long long>(r.contributors),
             at<int>(r.token_counts),
             at<int4>(r.tasks1), at<int4>(r.tasks2)};
@@ -62,14 +62,14 @@ open_globals open_of(const rank_fields &r, const call_view &c) {
             .num_tokens = int(r.num_tokens),
             .refused = int(r.refused), .export_waits = 0, .quantise = int(r.quantised), .ids_are_64 = int(r.ids_are_64),
             .weights_are_bf16 = int(r.weights_are_bf16), .num_experts = int(r.num_experts), .first_expert = int(r.first_expert),
-            .num_local = int(r.num_local), .tensor_parallel = int(r.tensor_parallel), .choices = divisor(int(r.top_k)),
+            .num_local = int(r.num_local), .tensor_parallel = int(r.tensor_parallel), .choices = divisor(int(r.top_k)), .chunks = divisor(int(r.job_chunk)),
             .row_block = int(r.row_block), .segments = int(r.segments),
             .max_blocks = int(r.max_blocks), .max_slots = int(r.max_slots),
             .col_blocks1 = int((2 * r.intermediate + r.gather_cols - 1) / r.gather_cols),
             .col_blocks2 = int((r.hidden + r.scatter_cols - 1) / r.scatter_cols), .per_step2 = int(GROUP_COLS / r.scatter_cols), .passes = int(r.passes),
             .epoch = at<uint32_t>(r.epoch), .blocks_done = at<uint32_t>(r.blocks_done), .copies_done = at<uint32_t>(r.copies_done),
             .routing_sent = at<uint32_t>(r.routing_sent),
-            .room = room_for(int(r.segments * r.num_local), int(r.shared_bytes)), .one_sender_pairs = int(r.one_sender_pairs),
+            .room = room_for(int(r.segments * r.num_local), int(r.top_k), int(r.shared_bytes)), .one_sender_pairs = int(r.one_sender_pairs),
             .one_builder_pairs = int(r.one_builder_pairs)};
 }
 
@@ -219,6 +219,7 @@ class rank_stream {
     template <int CLUSTER> void multiply1() const {
         for_each_task<CLUSTER>(list(false), g_.row_block, blockIdx.x % CLUSTER, [&](const cluster_work &w) {
             if (w.ghost() || kittens::laneid() != 0) return;
+            emulator::linger();  // who waits for fewer tiles than there are shall read what is not there
             tile1(w.task, true);
             emulator::yield();
             count_push::publish({g_.counters.l1_done}, w.task);
@@ -229,6 +230,7 @@ class rank_stream {
         for_each_task<CLUSTER>(list(true), g_.row_block, blockIdx.x % CLUSTER, [&](const cluster_work &w) {
             if (w.ghost()) return;
             if (!activated_gate::ready(gate, w.task)) activated_gate::wait(gate, w.task);
+            emulator::linger();
             tile2(w.task);
             emulator::yield();
             group_push::publish({g_.counters.l2_done, combine_.tiles}, w.task);
