@@ -103,9 +103,9 @@ def test_slots_hold_every_routing_for_either_row_block(row_block):
 def test_krn_22_engine_weights_give_the_same_layer(experts, inter):
     """The kernels' layout, read as the epilogue reads it, gives the activation and output of the plain weights."""
     generator = torch.Generator().manual_seed(experts)
-    w13 = torch.randn(experts, 2 * inter, 32, generator=generator)
-    w2 = torch.randn(experts, 32, inter, generator=generator)
-    x = torch.randn(5, 32, generator=generator)
+    w13 = torch.randn(experts, 2 * inter, 32, generator=generator, dtype=torch.float64)
+    w2 = torch.randn(experts, 32, inter, generator=generator, dtype=torch.float64)
+    x = torch.randn(5, 32, generator=generator, dtype=torch.float64)
     first, second = engine_weights(w13, w2)
     padded = math.ceil(inter / 8) * 8
     assert first.shape == (max(1, experts), 1, 1, 256, 64) and second.shape == (max(1, experts), 1, 1, 256, 64)
