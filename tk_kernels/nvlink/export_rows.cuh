@@ -179,7 +179,10 @@ __device__ __forceinline__ void export_rows(const open_globals &g, uint32_t epoc
         fence_sys();
         for (int to = 0; last && to < c.world; ++to) store_release_sys(c.rows_posted(to, c.rank), epoch);
     }
-    if (!__shfl_sync(0xffffffff, int(last), 0) || g.hidden_states == nullptr) return;  // without rows nobody reads any
+    // Nobody reads rows where this rank refuses, or has tokens and no rows of them (gemm_combine). Without tokens there is no address
+    // either (an empty tensor has none), and rows of others to compute.
+    const bool reads_none = g.refused || (g.hidden_states == nullptr && g.num_tokens > 0);
+    if (!__shfl_sync(0xffffffff, int(last), 0) || reads_none) return;
     await_rows(c, epoch);
     __syncwarp();
     stamp_lap_block(stamp_kind::open_rows);
