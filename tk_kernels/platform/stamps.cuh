@@ -108,9 +108,11 @@ __device__ __forceinline__ void stamp_lap_warp(stamp_kind kind, uint32_t detail)
     if (threadIdx.x % 32 == 0) stamp_lap(kind, detail);
     __syncwarp();
 }
+// Not inlined: beside the accumulators of e4m3 there are no registers for what a lap computes, and the main loop would spill.
+inline __device__ __noinline__ void stamp_lap_called(stamp_kind kind, uint32_t detail) { stamp_lap(kind, detail); }
 // Whole warpgroups: thread 0 writes.
 __device__ __forceinline__ void stamp_lap_group(stamp_kind kind, uint32_t detail) {
-    if (threadIdx.x % 128 == 0) stamp_lap(kind, detail);
+    if (threadIdx.x % 128 == 0) stamp_lap_called(kind, detail);
     __syncwarp();
 }
 // Thread 0 of the block writes.
