@@ -36,6 +36,7 @@ class Curve:
     title: str
     lanes: int
     layers: tuple[Layer, ...]
+    note: str = ""
 
 
 def draw(trace: Trace) -> str:
@@ -75,7 +76,7 @@ def _draw_rank(parts: list[str], trace: Trace, rank: RankTrace, begin: float, en
     for curve in _curves(rank):
         parts += _areas(curve, laps, shift, end - begin, y)
         parts += [_text(LEFT - 8, y + CURVE - 14, curve.title, anchor="end"),
-                  _text(LEFT - 8, y + CURVE - 2, f"of {curve.lanes}", size=9, anchor="end")]
+                  _text(LEFT - 8, y + CURVE - 2, f"of {curve.lanes}{curve.note}", size=9, anchor="end")]
         y += CURVE + 6
     for block in sorted(shown_blocks(rank, SHOWN_BLOCKS)):
         y += 4
@@ -99,10 +100,16 @@ def _curves(rank: RankTrace) -> list[Curve]:
         return Layer(tuple(kind_number(name) for name in names), colour, writers)
 
     consumers = max(1, consumers_of(rank.laps))
-    return [Curve("blocks that send rows", blocks, (layer("#4a7ab8", "export rows"),)),
+    return [Curve("blocks that send rows", blocks, (layer("#4a7ab8", "export rows"),), _waited(rank.laps)),
             Curve("loaders at the gate", blocks, (layer("#a3acbb", "gate", writers=(LOADER,)),)),
             Curve("consumers at work", consumers * blocks, (layer("#2f9e6e", "multiply", "emit", writers=CONSUMERS),)),
             Curve("warps that add rows", WRITERS * blocks, (layer("#d98c3a", "combine", "reduce"),))]
+
+
+def _waited(laps: Laps) -> str:
+    """How long open_call waited for the rows of other ranks: one block, too little for a curve."""
+    mine = laps.where(laps.kind == kind_number("wait for rows"))
+    return f"; one waits {(mine.end - mine.begin).sum() / 1e3:.1f} us" if len(mine) else ""
 
 
 def _shares(laps: Laps, layer: Layer, shift: float, length: float, lanes: int, bins: int) -> np.ndarray:

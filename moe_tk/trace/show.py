@@ -10,7 +10,8 @@ from rich.text import Text
 from moe_tk.demo.layout import percent, section, simple_table
 from moe_tk.demo.report import ReportConsole
 
-OPEN_EXPLAINED = "us of each phase on the blocks that build (one, with few tokens): mean, longest, and when the last block was done"
+OPEN_EXPLAINED = ("us of each phase on the blocks that build (one, with few tokens): mean, longest, and when the last block was "
+                  "done. Rows of other ranks: how long the block that sent last waited for them when it had sent")
 GEMM_EXPLAINED = ("us since the first block began. Shares are of the kernel's span over all loaders and consumer warpgroups; the "
                   "tail is from the first consumer's last tile to the last one's")
 
@@ -52,17 +53,21 @@ def _show_open(console: Console, kernel: dict[str, Any]) -> None:
         table.add_row(name, f"{phase['mean_us']:.1f}", f"{phase['most_us']:.1f}", f"{phase['ends_us']:.1f}")
     if "export" in kernel:
         table.add_row("export rows", f"{kernel['export']['mean_us']:.1f}", "", f"{kernel['export']['ends_us']:.1f}")
+    if "wait_for_rows" in kernel:
+        table.add_row("wait for rows", f"{kernel['wait_for_rows']['us']:.1f}", "", f"{kernel['wait_for_rows']['ends_us']:.1f}")
     console.print(table, highlight=False)
     console.print(Text(OPEN_EXPLAINED, style="dim"))
 
 
 def _show_gemms(console: Console, kernels: dict[str, dict[str, Any]]) -> None:
     rows = (("begins", "begin_us", False), ("first tile begins", "first_tile_begins_us", False),
+            ("... after the end of open_call", "first_tile_after_open_us", False),
             ("last tile ends", "last_consumer_ends_us", False), ("ends", "end_us", False), ("span", "span_us", False),
             ("tail", "tail_us", False), ("after the last tile", "after_last_tile_us", False),
             ("loaders at the gate", "loaders_at_gate", True), ("consumers multiply", "consumers_multiply", True),
             ("consumers emit", "consumers_emit", True), ("consumers wait for inputs", "consumers_wait_for_inputs", True),
-            ("first gate open", "first_gate_open_us", False), ("last gate open", "last_gate_open_us", False))
+            ("first weights asked for", "first_weights_asked_for_us", False),
+            ("... by the last block", "last_weights_asked_for_us", False))
     table = simple_table("", *kernels)
     for label, name, share in rows:
         values = [kernel.get(name) for kernel in kernels.values()]

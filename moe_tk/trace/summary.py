@@ -27,6 +27,9 @@ def _rank_summary(rank: RankTrace, shift: float) -> dict[str, Any]:
         return {**head, "kernels": {name: _plain(rank, index, shift) for index, name in enumerate(rank.kernels)}}
     parts = {"open_call": _open_call, "gather_gemm": _gather, "gemm_scatter": _scatter}
     kernels = {name: parts[name](rank, shift) for index, name in enumerate(GPU_KERNELS) if (rank.laps.kernel == index).any()}
+    if "first_tile_begins_us" in kernels.get("gather_gemm", {}) and "open_call" in kernels:
+        gather = kernels["gather_gemm"]
+        gather["first_tile_after_open_us"] = _us_diff(gather["first_tile_begins_us"], kernels["open_call"]["end_us"])
     ends = [kernels[name] for name in GPU_KERNELS if name in kernels]
     gaps = [_us_diff(after["begin_us"], before["end_us"]) for before, after in zip(ends, ends[1:], strict=False)]
     return {**head, "kernels": kernels, "gaps_us": gaps}
@@ -66,10 +69,12 @@ def _open_call(rank: RankTrace, shift: float) -> dict[str, Any]:
             took = (mine.end - mine.begin)[chosen]
             phases[GPU_KINDS[kind].name] = {"mean_us": _us(took.mean()), "most_us": _us(took.max()),
                                             "ends_us": _us(mine.end[chosen].max() + shift)}
-    export = mine.kind == kind_number("export rows")
+    export, rows = (mine.where(mine.kind == kind_number(name)) for name in ("export rows", "wait for rows"))
     found = {**_span(rank, OPEN, shift), "phases": phases}
-    if export.any():
-        found["export"] = {"mean_us": _us((mine.end - mine.begin)[export].mean()), "ends_us": _us(mine.end[export].max() + shift)}
+    if len(export):
+        found["export"] = {"mean_us": _us((export.end - export.begin).mean()), "ends_us": _us(export.end.max() + shift)}
+    if len(rows):  # one block's: the last to have sent
+        found["wait_for_rows"] = {"us": _us((rows.end - rows.begin).sum()), "ends_us": _us(rows.end.max() + shift)}
     return found
 
 
@@ -96,8 +101,7 @@ def _gemm(rank: RankTrace, kernel: int, shift: float) -> tuple[Laps, dict[str, A
                   "idle_in_tail": round(float((ends.max() - ends).mean() / max(1.0, span_ns)), 4),
                   "tile_multiply_us": _quantiles(multiply.end - multiply.begin)}
     lanes, loaders = consumers_of(mine) * blocks, len(LOADERS[GPU_KERNELS[kernel]]) * blocks
-    found |= {"loaders_at_gate": share("gate", loaders), "loaders_load_weights": share("load weights", loaders),
-              "loaders_load": share("load", loaders),
+    found |= {"loaders_load_weights": share("load weights", loaders), "loaders_load": share("load", loaders),
               "consumers_multiply": share("multiply", lanes), "consumers_emit": share("emit", lanes),
               "consumers_wait_for_inputs": share("wait for inputs", lanes), "storers_push": share("push", lanes)}
     return mine, found
@@ -117,9 +121,9 @@ def _quantiles(ns: np.ndarray) -> dict[str, float]:
 
 def _gather(rank: RankTrace, shift: float) -> dict[str, Any]:
     mine, found = _gemm(rank, GATHER, shift)
-    gates = mine.where((mine.kind == kind_number("gate")) & (mine.writer == LOADER))
-    if len(gates):  # one of each block that has a tile
-        found |= {"gate_us": _quantiles(gates.end - gates.begin), **_three("gate_open", gates.end + shift)}
+    ahead = mine.where((mine.kind == kind_number("load weights")) & (mine.writer == LOADER))
+    if len(ahead):  # one of each block that has a tile
+        found |= {"load_weights_us": _quantiles(ahead.end - ahead.begin), **_three("weights_asked_for", ahead.end + shift)}
     return found
 
 
@@ -130,6 +134,8 @@ def _three(name: str, ns: np.ndarray) -> dict[str, float]:
 
 def _scatter(rank: RankTrace, shift: float) -> dict[str, Any]:
     mine, found = _gemm(rank, SCATTER, shift)
+    gates = mine.where(mine.kind == kind_number("gate"))  # of the one loader of a block
+    found["loaders_at_gate"] = round(float((gates.end - gates.begin).sum()) / max(1.0, found["span_us"] * 1e3 * found["blocks"]), 4)
     last_tile = found.get("last_consumer_ends_us")
     for what, wait, work in (("jobs", "wait for jobs", "combine"), ("tokens", "wait for partial rows", "reduce")):
         ready, done = (mine.where(mine.kind == kind_number(name)) for name in (wait, work))

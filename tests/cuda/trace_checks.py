@@ -4,6 +4,7 @@ the end does."""
 from __future__ import annotations
 
 from collections import Counter
+from typing import NamedTuple
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from moe_tk.trace.model import Laps, RankTrace
 from moe_tk.trace.summary import GATHER, OPEN, OPEN_PHASES, SCATTER
 
 COLUMN_GROUPS = 4      # column_work.hpp MAX_COL_GROUPS
+SENDS = tuple(kind_number(name) for name in ("zero counters", "export rows", "wait for rows"))  # of open_call's last sending block
 TOLERANCE_NS = 2000.0  # a stamp is written a moment after what it tells of; plus a tick of the timer
 
 
@@ -27,9 +29,10 @@ def check_trace(trace: RankTrace, tables: dict[str, np.ndarray], *, row_block: i
     gather, scatter = (trace.laps.where(trace.laps.kernel == kernel) for kernel in (GATHER, SCATTER))
     _check_order(trace.laps)
     _check_open_call(trace.laps)
-    _check_tiles(gather, tables["tasks1"][:tasks1])
-    _check_tiles(scatter, tables["tasks2"][:tasks2])
-    _check_gates(gather, trace.laps.end[trace.laps.kernel == OPEN].max(), error)
+    _check_sends(trace.laps.where(trace.laps.kernel == OPEN), error)
+    _check_tiles(gather, tables["tasks1"][:tasks1], gated=False)
+    _check_tiles(scatter, tables["tasks2"][:tasks2], gated=True)
+    _check_loaders(gather, trace.laps.end[trace.laps.kernel == OPEN].max(), error)
     _check_loads(scatter, _last_push(gather, column=None), error, "GEMM 2 loaded {:.0f} ns before GEMM 1 had pushed its row block")
     steps = -(-columns // per_step)
     _check_batches(scatter, "combine", jobs, steps)
@@ -53,8 +56,20 @@ def _check_open_call(laps: Laps) -> None:
         assert others == phases[1] and others in (OPEN_PHASES, OPEN_PHASES[:2]), f"block {block}"
 
 
-def _check_tiles(laps: Laps, tasks: np.ndarray) -> None:
-    """Each task is loaded by each loader, computed or skipped by each consumer warpgroup, stored and pushed, exactly once."""
+def _check_sends(opened: Laps, error: float) -> None:
+    """All blocks of open_call that do not build send rows; one of them, behind all others, waits for those of the other ranks."""
+    mine = opened.where(opened.block >= BUILD_BLOCKS)
+    kinds = {int(block): tuple(mine.kind[mine.block == block]) for block in np.unique(mine.block)}
+    waiting = [block for block, found in kinds.items() if found == SENDS]
+    assert len(waiting) == 1, f"blocks {waiting} wait for rows, wanted one"
+    assert all(found == SENDS[:2] for block, found in kinds.items() if block != waiting[0])
+    late = mine.end[mine.kind == SENDS[1]].max() - mine.end[mine.kind == SENDS[2]].max()
+    assert late <= error, f"block {waiting[0]} is through with its wait for rows {late:.0f} ns before the last block has sent"
+
+
+def _check_tiles(laps: Laps, tasks: np.ndarray, *, gated: bool) -> None:
+    """Each task is loaded by each loader, computed or skipped by each consumer warpgroup, stored and pushed, exactly once. Weights
+    are loaded ahead where a gate is shut; where there are no gates _check_loaders says when."""
     wanted = Counter((tasks[:, 2].astype(np.int64) << 8 | tasks[:, 3]).tolist())
     assert set(wanted.values()) <= {1}
 
@@ -64,7 +79,8 @@ def _check_tiles(laps: Laps, tasks: np.ndarray) -> None:
 
     for loader in _loaders(laps):
         assert tiles(loader, "load") == wanted
-        assert tiles(loader, "gate") == tiles(loader, "load weights") <= wanted
+        assert tiles(loader, "gate") == (tiles(loader, "load weights") if gated else Counter())
+        assert tiles(loader, "load weights") <= wanted
     for consumer, storer in zip(CONSUMERS, STORERS, strict=True):
         # Not any lap: the warp that is idle beside one consumer warpgroup waits for the launch before too.
         there = [bool(tiles(consumer, "multiply", "skip")), bool(tiles(storer, "store", "push"))]
@@ -82,43 +98,51 @@ def _loaders(laps: Laps) -> tuple[int, ...]:
     return LOADERS[GPU_KERNELS[int(laps.kernel[0])]] if len(laps) else ()
 
 
-def _check_gates(gather: Laps, opened: float, error: float) -> None:
-    """Each loader of a block waits for the rows once, in front of all that it loads but the first tile's weights; none begins
-    before open_call has ended, and both loaders take the same tiles in the same order."""
-    names = ("load weights", "gate", "load")
-    kinds = [kind_number(name) for name in names]
+def _check_loaders(gather: Laps, opened: float, error: float) -> None:
+    """Each loader of a block loads weights once, of its first tile, and then every tile; none begins before open_call has ended,
+    and both loaders take the same tiles in the same order."""
+    ahead, load = kinds = [kind_number(name) for name in ("load weights", "load")]
     mine = gather.where(np.isin(gather.writer, _loaders(gather)) & np.isin(gather.kind, kinds))
     for block in np.unique(mine.block):
         of_block = [mine.where((mine.block == block) & (mine.writer == writer)) for writer in _loaders(gather)]
         for laps in of_block:
-            assert laps.kind.tolist() == [*kinds, *[kinds[2]] * (len(laps) - 3)], f"block {block}: {laps.kind}"
-            assert len(set(laps.detail[:3].tolist())) == 1, f"block {block} waits for another tile's rows"
+            assert laps.kind.tolist() == [ahead, *[load] * max(1, len(laps) - 1)], f"block {block}: {laps.kind}"
+            assert laps.detail[0] == laps.detail[1], f"block {block} loads another tile's weights"
             early = opened - laps.begin[0]
-            assert early <= error, f"block {block} loads {early:.0f} ns before the tables are there"
+            assert early <= error, f"block {block} loads {early:.0f} ns before the tables and rows are there"
         assert len({tuple(laps.detail.tolist()) for laps in of_block}) == 1, f"block {block}: loaders with different tiles"
 
 
-Edges = tuple[int, int] | None
+class Edges(NamedTuple):
+    """Moments of a rank, ns on its own clock. loads: None without tiles."""
+
+    sent: int          # its last rows
+    waited: int        # open_call's wait for the rows of the others was over
+    loads: int | None  # the first loader of gather_gemm began
 
 
 def edges_of(trace: RankTrace) -> Edges:
-    """On this rank's clock, ns: when its last rows had been sent and when its first gate opened; None without tiles."""
+    """Of a trace that check_trace() has passed."""
     laps = trace.laps
-    sent = laps.end[laps.kind == kind_number("export rows")]
-    gates = laps.end[(laps.kernel == GATHER) & (laps.kind == kind_number("gate"))]
-    return (trace.origin_ns + int(sent.max()), trace.origin_ns + int(gates.min())) if len(sent) and len(gates) else None
+    sent, waited = (laps.end[laps.kind == kind].max() for kind in SENDS[1:])
+    loads = laps.begin[(laps.kernel == GATHER) & np.isin(laps.kind, [kind_number("load weights"), kind_number("load")])]
+    first = trace.origin_ns + int(loads.min()) if len(loads) else None
+    return Edges(trace.origin_ns + int(sent), trace.origin_ns + int(waited), first)
 
 
 def check_sources(edges: list[Edges], offsets: dict[int, Offset]) -> None:
-    """No gate opens on any rank before every other one has sent its rows. offsets: to rank 0's clock, of the other ranks."""
+    """On no rank is the wait for rows over, or does GEMM 1 load, before every other rank has sent its rows. offsets: to rank 0's
+    clock, of the other ranks."""
     known = {0: Offset(0.0, 0.0), **offsets}
     for rank, mine in enumerate(edges):
         for other, theirs in enumerate(edges):
-            if rank == other or mine is None or theirs is None:
+            if rank == other:
                 continue
             ahead = known[other].offset_ns - known[rank].offset_ns
-            early = theirs[0] - mine[1] + ahead - known[rank].error_ns - known[other].error_ns
-            assert early <= TOLERANCE_NS, f"a gate of rank {rank} opened {early:.0f} ns before rank {other} had sent its rows"
+            error = known[other].error_ns + known[rank].error_ns + TOLERANCE_NS
+            for what, at in (("the wait for rows", mine.waited), ("the first load", mine.loads)):
+                early = -np.inf if at is None else theirs.sent - at + ahead
+                assert early <= error, f"{what} of rank {rank} came {early:.0f} ns before rank {other} had sent its rows"
 
 
 def _check_loads(laps: Laps, ready: np.ndarray, error: float, text: str) -> None:

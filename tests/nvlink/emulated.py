@@ -155,7 +155,7 @@ class Emulation:
         for values, rank, a, out in zip(structs, self.ranks, arguments, outs, strict=True):
             tensors = {"hidden_states": a.x, "hidden_scales": a.scales, "topk_ids": a.ids, "topk_weights": a.weights}
             for name, tensor in tensors.items():
-                copy = None if tensor is None else Guarded(tensor.nbytes)
+                copy = Guarded(tensor.nbytes) if tensor is not None and tensor.numel() else None  # as in torch: nothing, no address
                 if copy is not None:
                     copy.bytes.copy_(tensor.contiguous().view(-1).view(torch.uint8))
                     keep.append(copy)

@@ -277,6 +277,33 @@ def test_wrong_columns_are_seen(library, tmp_path, wrong):
     assert ends_well(run_all_sizes, tmp_path, *changes) == (wrong == "nothing")
 
 
+BEFORE_ROWS = "    bool heard = true;\n"
+LATE_ROWS = ("export_rows.cuh", BEFORE_ROWS,
+             f"    for (int i = 0; c.rank == 1 && threadIdx.x == 0 && i < 20'000; ++i) nap_ns(100);\n{BEFORE_ROWS}")
+
+
+@pytest.fixture(scope="module")
+def late_rows(tmp_path_factory, library):
+    """Rank 1 sends its rows long after everybody's tables are there."""
+    return emulated.build(tmp_path_factory.mktemp("late_rows"), emulated.FEW_THREADS, LATE_ROWS)[0]
+
+
+@pytest.mark.parametrize("serial", (0, 1))
+@pytest.mark.parametrize("tokens", (20, 0))
+def test_rows_that_come_late_are_waited_for(late_rows, tokens, serial):
+    """Also by a rank without tokens of its own, whose tensor has no address."""
+    emulation, draw = Emulation(late_rows, **sizes(2, 20, 4, 6, 264, 297, "ep", 1)), random.Random(1)
+    arguments = [draw_arguments(draw, rank, 5, True) for rank in emulation.ranks]
+    for a, count in zip(arguments, (tokens, 20), strict=True):
+        a.x, a.ids, a.weights = torch.randint(-3, 4, (count, 264)).bfloat16(), torch.randint(0, 6, (count, 4)), torch.ones(count, 4)
+        a.options["serial"] = serial
+    for rank in emulation.ranks:
+        rank.poison()
+    for rank, a, out in zip(emulation.ranks, arguments, emulation.call(arguments, 1), strict=True):
+        check_tables(rank, arguments)
+        check_result(emulation.ranks, a, out)
+
+
 def test_batches_of_many_jobs(library):
     """More work than ENOUGH_ITEMS: jobs and tokens are taken several at a time, and early."""
     emulation, draw = Emulation(library, **sizes(2, 1100, 2, 5, 1032, 2064, "tp", 1)), random.Random(1)

@@ -12,7 +12,7 @@ from moe_tk.schedule import build_tables, make_routing, task_order
 from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, GPU_KERNELS, LOADER, LOADERS, STORERS, kind_number
 from moe_tk.trace.summary import GATHER, OPEN, OPEN_PHASES, SCATTER
 
-TOKENS, TOP_K, EXPERTS, ROW_BLOCK, COLUMNS1, COLUMNS2 = 40, 2, 4, 64, 3, 6
+TOKENS, TOP_K, EXPERTS, ROW_BLOCK, COLUMNS1, COLUMNS2 = 40, 2, 4, 64, 5, 6
 BLOCKS, CAPACITY, GHZ = 18, 64, 1.75
 BEGIN_NS = (7 << 32) - 30_000  # the low half of the timer wraps during the call
 GROUPS = 4
@@ -53,9 +53,9 @@ def make_tables() -> dict[str, np.ndarray]:
     return {**found, "counts": counts.numpy()}
 
 
-def make_call(tables: dict[str, np.ndarray], warpgroups: int = 2) -> MadeUp:
+def make_call(tables: dict[str, np.ndarray], warpgroups: int = 2, waited: int = 8_192) -> MadeUp:
     """A call in which everything happens in order: rows and tables, tiles of both GEMMs, jobs, own tokens. With one consumer
-    warpgroup the numbers of all other warps are four less."""
+    warpgroup the numbers of all other warps are four less. waited: when the rows of other ranks were there."""
     call, warps = MadeUp(warpgroups), WRITERS - 4 * (2 - warpgroups)
     for kernel, at, writers in ((OPEN, 0, 1), (GATHER, 9_984, warps), (SCATTER, 59_968, warps)):
         call.begun |= {(kernel, block, writer): at for block in range(BLOCKS) for writer in range(writers)}
@@ -65,6 +65,7 @@ def make_call(tables: dict[str, np.ndarray], warpgroups: int = 2) -> MadeUp:
     for block in range(BUILD_BLOCKS, BLOCKS):
         call.lap(OPEN, block, 0, "zero counters", 0, 0, 1_024)
         call.lap(OPEN, block, 0, "export rows", 0, 1_024, 5_120)
+    call.lap(OPEN, BLOCKS - 1, 0, "wait for rows", 0, 5_120, waited)  # the last one to have sent
     _tiles(call, GATHER, tables["tasks1"], 16_000)
     _tiles(call, SCATTER, tables["tasks2"], 64_000)
     for block in range(BLOCKS):
@@ -82,10 +83,14 @@ def _tiles(call: MadeUp, kernel: int, tasks: np.ndarray, first: int) -> None:
         at = clock[block]
         clock[block] += 4_800
         for loader in LOADERS[GPU_KERNELS[kernel]]:
+            begin = at
             if number < BLOCKS:
                 call.lap(kernel, block, loader, "load weights", tile, at - 1_600, at - 640)
-                call.lap(kernel, block, loader, "gate", tile, at - 640, at)
-            call.lap(kernel, block, loader, "load", tile, at, at + 3_200)
+                if kernel == SCATTER:
+                    call.lap(kernel, block, loader, "gate", tile, at - 640, at)
+                else:
+                    begin = at - 640
+            call.lap(kernel, block, loader, "load", tile, begin, at + 3_200)
         for index, (consumer, storer) in enumerate(list(zip(CONSUMERS, STORERS, strict=True))[:call.warpgroups]):
             call.lap(kernel, block, consumer, "wait for inputs", tile, at, at + 320)
             if index == 1 and number % 3 == 0:

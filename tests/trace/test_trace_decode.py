@@ -18,9 +18,10 @@ from moe_tk.trace.decode import decode
 from moe_tk.trace.kinds import BUILD_BLOCKS, GPU_KERNELS, GPU_KINDS, LAST, LOADER, STORERS, WRITERS, kind_number
 from moe_tk.trace.model import RankTrace, Trace
 from moe_tk.trace.summary import GATHER, OPEN, SCATTER, summarise
-from tests.cuda.trace_checks import COLUMN_GROUPS, check_sources, check_trace, edges_of
+from tests.cuda.trace_checks import COLUMN_GROUPS, Edges, check_sources, check_trace, edges_of
 
 REPO = Path(__file__).resolve().parents[2]
+WAITS = BLOCKS - 1  # block of the made-up open_call that has sent last
 CALL = {"shape": "small", "mode": "ep", "tokens_per_rank": TOKENS, "world": 1, "traced_call_us": 100.0, "gpu": "made up"}
 
 
@@ -49,7 +50,7 @@ def test_laps_come_back_as_they_were_across_a_wrap_of_the_timer(tables):
 
 def test_a_tile_of_one_warpgroup_has_its_other_roles_in_earlier_warps(tables):
     one, two = (whole(make_call(tables, warpgroups), tables) for warpgroups in (1, 2))
-    for name in ("load", "gate", "store", "push"):
+    for name in ("load", "load weights", "gate", "store", "push"):
         found = [{*trace.laps.writer[trace.laps.kind == kind_number(name)].tolist()} for trace in (one, two)]
         assert found[0] == found[1] - {STORERS[1]}, name
     first, second = (summarise(Trace((trace,), CALL))["ranks"][0]["kernels"]["gather_gemm"] for trace in (one, two))
@@ -89,6 +90,28 @@ def without(call: MadeUp, place: tuple[int, int, int], name: str) -> None:
     laps.remove(next(lap for lap in laps if lap[0] == kind_number(name)))
 
 
+def again(call: MadeUp, place: tuple[int, int, int], name: str, kind: str, detail: int | None = None) -> None:
+    """Between the first lap of a kind and the one behind it, one of no length; of the same tile or item, if no other is given."""
+    laps = call.lanes[place]
+    index = next(i for i, lap in enumerate(laps) if lap[0] == kind_number(name))
+    _, same, _, end = laps[index]
+    laps.insert(index + 1, (kind_number(kind), same if detail is None else detail, end, end))
+
+
+def swapped(call: MadeUp, place: tuple[int, int, int], name: str) -> None:
+    """The first lap of a kind and the one behind it change kinds."""
+    laps = call.lanes[place]
+    index = next(i for i, lap in enumerate(laps) if lap[0] == kind_number(name))
+    laps[index:index + 2] = [(laps[i][0], *laps[j][1:]) for i, j in ((index + 1, index), (index, index + 1))]
+
+
+def elsewhere(call: MadeUp, place: tuple[int, int, int], name: str) -> None:
+    """The first lap of a kind is of the lane's last tile."""
+    laps = call.lanes[place]
+    index = next(i for i, lap in enumerate(laps) if lap[0] == kind_number(name))
+    laps[index] = (laps[index][0], laps[-1][1], *laps[index][2:])
+
+
 def moved(call: MadeUp, place: tuple[int, int, int], name: str, by: int) -> None:
     """Moves the last lap of a kind, both ends."""
     laps = call.lanes[place]
@@ -101,11 +124,21 @@ def moved(call: MadeUp, place: tuple[int, int, int], name: str, by: int) -> None
     lambda call: without(call, (OPEN, 3, 0), "place pairs"),
     lambda call: without(call, (GATHER, 0, LOADER), "load"),
     lambda call: without(call, (GATHER, 0, LAST), "load"),
-    lambda call: without(call, (GATHER, 0, LAST), "gate"),
-    lambda call: without(call, (GATHER, 0, LOADER), "gate") or without(call, (GATHER, 0, LOADER), "load weights"),
-    lambda call: call.lanes[GATHER, 0, LAST].reverse(),                   # the gate behind the loads
+    lambda call: without(call, (GATHER, 0, LAST), "load weights"),
+    lambda call: again(call, (GATHER, 0, LOADER), "load weights", "gate"),  # GEMM 1 has none
+    lambda call: again(call, (GATHER, 0, LAST), "load", "load weights", call.lanes[GATHER, 0, LAST][-1][1]),  # for the second too
+    lambda call: [elsewhere(call, (GATHER, 0, loader), "load weights") for loader in (LOADER, LAST)],  # not of the first tile
+    lambda call: swapped(call, (GATHER, 0, LAST), "load weights"),        # the weights behind the load
+    lambda call: call.lanes[GATHER, 0, LAST].reverse(),                   # all behind each other the wrong way round
     lambda call: call.lanes[GATHER, 0, LAST].append(call.lanes[GATHER, 1, LAST].pop()),  # its loaders at different tiles
-    lambda call: moved(call, (OPEN, 17, 0), "export rows", 20_000),       # tables are there only after GEMM 1 began
+    lambda call: moved(call, (OPEN, 3, 0), "write tasks", 20_000),        # tables are there only after GEMM 1 began
+    lambda call: moved(call, (OPEN, WAITS, 0), "wait for rows", 20_000),  # rows are
+    lambda call: without(call, (OPEN, WAITS, 0), "wait for rows"),
+    lambda call: again(call, (OPEN, 9, 0), "export rows", "wait for rows"),   # two blocks wait
+    lambda call: again(call, (OPEN, 3, 0), "write tasks", "wait for rows"),   # so does one that builds
+    lambda call: swapped(call, (OPEN, WAITS, 0), "export rows"),          # it waits before it has sent
+    lambda call: without(call, (OPEN, 9, 0), "export rows"),
+    lambda call: moved(call, (OPEN, 9, 0), "export rows", 6_000),         # it waits before the others have sent
     lambda call: without(call, (GATHER, 1, 0), "multiply"),
     lambda call: without(call, (SCATTER, 0, STORERS[0]), "push"),
     lambda call: without(call, (SCATTER, 0, 0), "combine"),
@@ -121,20 +154,45 @@ def test_a_trace_that_is_not_whole_or_out_of_order_is_found(tables, change):
         whole(call, tables)
 
 
-def test_a_gate_that_opens_before_another_rank_has_sent_its_rows_is_found(tables):
-    """The clocks of the ranks differ by a second; rows were sent 5 us after the calls began, gates opened after 16."""
-    mine = edges_of(whole(make_call(tables), tables))
-    assert mine == (BEGIN_NS + 5_120, BEGIN_NS + 16_000)
+def two_edges(tables, behind: int, waited: int = 8_192) -> list[Edges]:
+    """Of two ranks, the second one's clock a second ahead, and all that it does so much later; waited: by the first one."""
+    first, second = (edges_of(whole(make_call(tables, waited=at), tables)) for at in (waited, 8_192))
+    return [first, Edges(*(edge + 10**9 + behind for edge in second))]
 
-    def check(behind: int) -> None:
-        """Rank 1 sends so much later, on a clock that is a second ahead."""
-        check_sources([mine, tuple(edge + 10**9 + behind for edge in mine)], {1: Offset(-1e9, 700.0)})
 
-    check(0), check(11_000), check(-11_000)
-    for behind in (15_000, -15_000):
-        with pytest.raises(AssertionError, match=f"a gate of rank {int(behind < 0)} opened"):
-            check(behind)
-    check_sources([mine, None], {1: Offset(0.0, 0.0)})
+AHEAD = {1: Offset(-1e9, 700.0)}  # known to so many ns
+
+
+def test_rows_that_are_waited_for_too_short_are_found(tables):
+    """Rows were sent 5 us after the calls began, the waits were over after 8, GEMM 1 loaded after 14."""
+    mine = two_edges(tables, 0)[0]
+    assert mine == (BEGIN_NS + 5_120, BEGIN_NS + 8_192, BEGIN_NS + 14_400)
+    for behind in (0, 5_000, -5_000):
+        check_sources(two_edges(tables, behind), AHEAD)
+    for behind in (6_500, -6_500):
+        with pytest.raises(AssertionError, match=f"the wait for rows of rank {int(behind < 0)} came"):
+            check_sources(two_edges(tables, behind), AHEAD)
+    check_sources(two_edges(tables, 3_000, waited=5_504), AHEAD)
+    with pytest.raises(AssertionError, match="the wait for rows of rank 0 came 4616 ns before rank 1 had sent its rows"):
+        check_sources(two_edges(tables, 5_000, waited=5_504), AHEAD)  # the first rank did not wait for the second
+
+
+def test_loads_before_another_rank_has_sent_its_rows_are_found(tables):
+    first, second = two_edges(tables, 0)
+    for loads in (first.sent - 2_000, None):  # within errors, and without tiles
+        check_sources([first._replace(loads=loads), second], AHEAD)
+    for edges in ([first._replace(loads=first.sent - 4_000), second], [first, second._replace(loads=second.sent - 4_000)]):
+        with pytest.raises(AssertionError, match=f"the first load of rank {int(edges[0] == first)} came 4000 ns before"):
+            check_sources(edges, AHEAD)
+
+
+def test_a_rank_without_tiles_has_sent_and_waited_all_the_same(tables):
+    trace = whole(make_call(tables), tables)
+    gone = replace(trace, laps=trace.laps.where(trace.laps.kernel != GATHER))
+    assert edges_of(gone) == (*edges_of(trace)[:2], None)
+    late = edges_of(trace)._replace(sent=BEGIN_NS + 40_000, loads=None)
+    with pytest.raises(AssertionError, match="of rank 0 came"):
+        check_sources([edges_of(trace), late], {1: Offset(0.0, 0.0)})
 
 
 def samples(offset: float, *, rounds: int = 50, period: int = 1, drift: float = 0.0) -> np.ndarray:
@@ -196,9 +254,15 @@ def test_summary_of_the_made_up_call(tables):
     assert first["gaps_us"] == pytest.approx([0.77, scatter["begin_us"] - gather["end_us"]], abs=0.02)
     assert gather["tiles"] == len(tables["tasks1"]) + sum(number % 3 != 0 for number in range(len(tables["tasks1"])))
     assert gather["begin_us"] == 9.98 and gather["first_tile_begins_us"] == 16.32
-    assert gather["gate_us"]["p50"] == 0.64 and gather["first_gate_open_us"] == gather["last_gate_open_us"] == 16.0
+    assert opened["wait_for_rows"] == {"us": 3.07, "ends_us": 8.19} and opened["end_us"] == 9.22
+    assert second["kernels"]["open_call"]["wait_for_rows"] == {"us": 3.07, "ends_us": 13.19}
+    assert [rank["kernels"]["gather_gemm"]["first_tile_after_open_us"] for rank in (first, second)] == [7.1, 7.1]
+    assert gather["load_weights_us"]["p50"] == 0.96
+    assert gather["first_weights_asked_for_us"] == gather["last_weights_asked_for_us"] == 15.36
     lanes = gather["consumers_multiply"] + gather["consumers_emit"] + gather["consumers_wait_for_inputs"]
-    assert 0 < lanes < 1 and 0 < gather["loaders_at_gate"] < 0.2
+    assert 0 < lanes < 1 and "loaders_at_gate" not in gather and not any("gate" in name for name in gather)
+    gated = 18 * 640 / (18 * 1e3 * scatter["span_us"])  # each block once
+    assert scatter["loaders_at_gate"] == pytest.approx(gated, abs=1e-4) and gated > 0.01
     assert scatter["jobs"]["first_ready_us"] == 90.34 and scatter["jobs"]["done_before_last_tile"] == 0
     assert scatter["after_last_tile_us"] == pytest.approx(scatter["end_us"] - scatter["last_consumer_ends_us"])
 

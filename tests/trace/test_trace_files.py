@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import io
 import json
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
@@ -11,12 +12,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from made_up import TOKENS, make_call, make_tables
+from rich.console import Console
 
 from moe_tk.trace import perfetto, picture
 from moe_tk.trace.decode import decode
 from moe_tk.trace.kinds import BUILD_BLOCKS, CONSUMERS, LAST, LOADER, kind_number, lane_name
 from moe_tk.trace.model import Trace
-from moe_tk.trace.summary import GATHER
+from moe_tk.trace.show import show
+from moe_tk.trace.summary import GATHER, summarise
 
 CALL = {"shape": "small", "mode": "ep", "tokens_per_rank": TOKENS, "world": 2, "traced_call_us": 100.0, "gpu": "made <up>"}
 SVG = "{http://www.w3.org/2000/svg}"
@@ -80,9 +83,19 @@ def test_lanes_have_the_names_of_their_roles():
     assert [lane_name("gemm_scatter", 5, writer) for writer in (LOADER, LAST)] == ["loader", "combiner"]
 
 
+def test_tables_say_how_long_open_call_waited_for_rows_and_when_the_first_tile_began_behind_it(trace):
+    console = Console(width=140, file=io.StringIO())
+    show(summarise(trace), console)
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    for wanted in ("wait for rows 3.1 8.2", "wait for rows 3.1 13.2", "... after the end of open_call 7.1"):
+        assert wanted in lines, wanted
+    assert [line for line in lines if "gate" in line] == ["loaders at the gate 2 %"] * 2  # of GEMM 2 only
+
+
 def test_picture_is_an_svg_with_all_ranks_lanes_and_kernels(trace):
     root = ElementTree.fromstring(picture.draw(trace))
     texts = [node.text for node in root.iter(f"{SVG}text")]
+    assert texts.count("of 18; one waits 3.1 us") == 2 and texts.count("loaders at the gate") == 2
     assert texts[0] == "small, EP, 40 tokens on each of 2 ranks" and texts[1].startswith("made <up>; one call of ")
     for wanted in ("rank 0", "rank 1", "gather_gemm", "gemm_scatter", "block 0 loader", "block 6 consumer", "block 12 last warp"):
         assert wanted in texts, wanted
@@ -110,4 +123,4 @@ def test_a_pixel_shows_what_fills_most_of_it(trace):
                                      & (trace.ranks[0].laps.kernel == GATHER))
     boxes = picture._lane(lane, perfetto.kinds_of("cuda"), -float(lane.begin.min()), float(lane.end.max() - lane.begin.min()), 0)
     kinds = [ElementTree.fromstring(box).find("title").text for box in boxes]
-    assert kinds[:4] == ["wait for launch", "load weights", "gate", "load"]
+    assert kinds == ["wait for launch", "load weights", "load", "load"]  # two tiles

@@ -152,7 +152,6 @@ template <class Cfg> class row_gatherer {
     const uint8_t *const segment_;
     const int part_, lane_;
     scale_place<Cfg> run_;
-    int pending_ = -1;  // stage whose copies are under way, and not told of
 };
 
 // There is none: rows are there before the launch that reads them.

@@ -17,7 +17,7 @@ enum class stamp_kind : uint32_t {  // moe_tk.trace.kinds names the same, in the
     launch_wait,                                                        // for the launch before this one
     open_send, open_headers, open_count, open_groups, open_pairs, open_tasks,  // open_call: tables
     open_zero, open_export, open_rows, open_close,                      // open_call: counters, rows, those of others; epoch
-    load_ahead, gate, load,                                             // loaders: weights while the gate is shut, the gate, all else
+    load_ahead, gate, load,                                             // loaders: weights before the rows, gemm_scatter's gate, all else
     input_wait, multiply, emit, skip,                                   // consumer
     output_wait, store, push,                                           // storer
     combine_wait, combine, reduce_wait, reduce                          // whoever combines, a batch at a time
@@ -108,9 +108,11 @@ __device__ __forceinline__ void stamp_lap_warp(stamp_kind kind, uint32_t detail)
     if (threadIdx.x % 32 == 0) stamp_lap(kind, detail);
     __syncwarp();
 }
+// Not inlined: beside the accumulators of e4m3 there are no registers for what a lap computes, and the main loop would spill.
+inline __device__ __noinline__ void stamp_lap_called(stamp_kind kind, uint32_t detail) { stamp_lap(kind, detail); }
 // Whole warpgroups: thread 0 writes.
 __device__ __forceinline__ void stamp_lap_group(stamp_kind kind, uint32_t detail) {
-    if (threadIdx.x % 128 == 0) stamp_lap(kind, detail);
+    if (threadIdx.x % 128 == 0) stamp_lap_called(kind, detail);
     __syncwarp();
 }
 // Thread 0 of the block writes.
