@@ -17,7 +17,7 @@ from moe_tk.planner.machine import Machine, machine_of
 from moe_tk.planner.plan import Plan, make_plan
 
 __all__ = [
-    "FUSED_VARIANTS", "LARGE_TILE_ROWS", "SERIAL_LARGE_TILE_ROWS", "Choice", "FusedVariant", "LayerWork", "Machine", "Plan", "ceiling",
-    "choose_fusion", "choose_variant", "expected_blocks", "explain_fusion", "machine_of", "make_plan", "row_block_of",
+    "FUSED_VARIANTS", "LARGE_TILE_ROWS", "SERIAL_LARGE_TILE_ROWS", "Choice", "FusedVariant", "LayerWork", "Machine", "Plan",
+    "ceiling", "choose_fusion", "choose_variant", "expected_blocks", "explain_fusion", "machine_of", "make_plan", "row_block_of",
     "variant_index", "waves",
 ]

@@ -154,11 +154,12 @@ class NvlinkLayer:
     def tiles(self, num_tokens: int) -> tuple[TileChoice, TileChoice]:
         """Tiles of both GEMMs of a serial call with num_tokens tokens on this rank, if its experts get the mean share."""
         g, dtype = self.geometry, "e4m3" if self.geometry.quantised else "bf16"
-        large_from = LARGE_TILE_ROWS if g.quantised else SERIAL_LARGE_TILE_ROWS  # e4m3: 64 x 256 is the fused tile, without a cluster
+        large_from = LARGE_TILE_ROWS if g.quantised else SERIAL_LARGE_TILE_ROWS  # e4m3: its 64 x 256 tiles share nothing
         row_block = self.row_block or row_block_of(g.world, num_tokens, g.top_k, g.num_experts, large_from)
         groups, rows = self._groups(num_tokens)
         blocks = expected_blocks(groups, rows, row_block)
-        if row_block == 64 and blocks > groups and not g.quantised:  # measured: 253 us a call of qwen3-30b-a3b at T = 512, 280 with 64 x 128
+        if row_block == 64 and blocks > groups and not g.quantised:
+            # Measured: 253 us a call of qwen3-30b-a3b at T = 512, 280 with 64 x 128.
             both = TileChoice("64x256_s5_w2_c2", POLICY_NORMAL, "more than one block of 64 rows an expert: they share weights")
             return both, both
         common = dict(row_block=row_block, num_slots=blocks * row_block, num_experts=groups, num_sms=self.session.num_sms)
