@@ -2,8 +2,8 @@
 # Everything about the layer over NVLink that wants two GPUs, in one go; goes on when a part fails. Run from the root of the checkout.
 #   benchmarks/run_all_h200.sh [OUT [PART...]]    results go to OUT (default: $OUT, else gpu_out); default: all parts in this order
 # build (90 s), checks (60 s), layer (30 s), patterns (35 s), bench (50 s), attribute (60 s), routings (60 s, and 20 s for each of
-# ROUTING_FILES="FILE:SHAPE .."), fp8 (25 s), patterns_fp8 (60 s), dense (20 s), trace (50 s), suite (300 s), sanitize (140 s); the seconds are limits, for what
-# build has built. A copy without git takes its commit from MOE_TK_COMMIT.
+# ROUTING_FILES="FILE:SHAPE .."), fp8 (25 s), patterns_fp8 (60 s), dense (20 s), trace (50 s), suite (300 s), sanitize (140 s); the
+# seconds are limits, for what build has built. A copy without git takes its commit from MOE_TK_COMMIT.
 set -u
 out=$(mkdir -p "${1:-${OUT:-gpu_out}}" && cd "${1:-${OUT:-gpu_out}}" && pwd)
 parts=("${@:2}")

@@ -36,6 +36,7 @@ DTYPES = (torch.bfloat16, E4M3)
 class CudaMoELayer(CpuMoELayer):
     """What MoELayer(protocol="nvlink") makes; the arguments are those of MoELayer, except
 
+    pattern      "two_kernel", "serial", or "auto", which in e4m3 is two_kernel
     dtype        torch.bfloat16, or torch.float8_e4m3fn: rows travel and both GEMMs multiply in e4m3 with float32 scales of 1 x 128
                  (rows) and 128 x 128 (weights); hidden_size and this rank's intermediate columns are multiples of 128. Results and
                  partial sums are bfloat16
