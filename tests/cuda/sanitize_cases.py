@@ -5,7 +5,7 @@
 STORE: a file that all ranks name; without the three: one rank. --small: every role once, on few multiprocessors, for tools that
 watch each access to shared memory. --seconds: after S seconds no further case begins, so that the tool still sums up.
 
-The last line of each rank says how many calls were right: "rank 0 of 1: all 71 calls right".
+The last line of each rank says how many calls were right: "rank 0 of 1: all 90 calls right".
 """
 
 from __future__ import annotations
