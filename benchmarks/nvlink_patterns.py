@@ -3,6 +3,7 @@
 
     torchrun --nproc-per-node 2 benchmarks/nvlink_patterns.py --shapes seed,qwen3-30b-a3b --tokens 64,512,2048,8192 \\
         --routings uniform,zipf --json patterns.json
+    torchrun --nproc-per-node 2 benchmarks/nvlink_patterns.py --dtype fp8 --parts --tiles 64,512 --json patterns_fp8.json
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ from moe_tk.runtime.nvlink_session import COMBINE, GEMM1, GEMM2, OPEN, PULL
 from moe_tk.schedule import make_routing
 
 PATTERNS = ("two_kernel", "serial")
-PARTS = {"open": OPEN, "open_pull": OPEN | PULL, "gemm1": GEMM1, "gemm2": GEMM2, "open_combine": OPEN | COMBINE,
-         "open_pull_combine": OPEN | PULL | COMBINE}
+# GEMM 1 alone reads what GEMM 2 has left in the memory of its rows, in e4m3 bytes of other numbers; with PULL before it reads rows.
+PARTS = {"open": OPEN, "open_pull": OPEN | PULL, "pull": PULL, "gemm1": GEMM1, "pull_gemm1": PULL | GEMM1, "gemm2": GEMM2,
+         "open_combine": OPEN | COMBINE, "open_pull_combine": OPEN | PULL | COMBINE}
+DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
 class Line:
@@ -106,14 +109,15 @@ class Line:
         return found
 
     def run_tiles(self, repeats: int) -> dict[str, list[float]]:
-        """Microseconds of a serial call with each tile of its row block in both GEMMs and of a fused call with each pair of tiles,
-        weights kept in L2 or not."""
+        """Microseconds of a serial call with each tile of its row block in both GEMMs (one without SwiGLU in the second) and of a
+        fused call with each pair of tiles, weights kept in L2 or not."""
         calls, tokens = self.layer._calls, self.out.shape[0]
-        tiles, chosen, graphs = nvlink_module().plain_tiles(), calls._plain(tokens), {}
+        tiles, chosen, graphs = nvlink_module().plain_tiles(calls.geometry.quantised), calls._plain(tokens), {}
         row_block = tiles[chosen["gemm1_tile"]]["row_block"]
         for index, tile in enumerate(tiles):
             for policy in (0, 1) if tile["row_block"] == row_block else ():
-                calls._plain_fields[tokens] = {**chosen, "gemm1_tile": index, "gemm2_tile": index, "gemm1_policy": policy,
+                first = index if tile["activates"] else chosen["gemm1_tile"]
+                calls._plain_fields[tokens] = {**chosen, "gemm1_tile": first, "gemm2_tile": index, "gemm1_policy": policy,
                                                "gemm2_policy": policy}
                 graphs[f"{tile['name']}{' evict first' if policy else ''}"] = self.graph("serial", 5)
         calls._plain_fields[tokens] = chosen
@@ -128,7 +132,7 @@ def measure(shape: str, mode: str, args: argparse.Namespace, device: torch.devic
     """Lines of one layer."""
     _, hidden, inter, experts, top_k = astuple(SHAPES[shape])
     layer = moe_tk.MoELayer(num_experts=experts, top_k=top_k, hidden_size=hidden, intermediate_size=inter, mode=mode,
-                            max_tokens_per_rank=max(args.tokens), protocol="nvlink", device=device)
+                            max_tokens_per_rank=max(args.tokens), protocol="nvlink", device=device, dtype=DTYPES[args.dtype])
     draw = torch.Generator(device=device).manual_seed(layer.group.rank)
     mine, columns = layer.num_local_experts, layer.local_intermediate
     options = dict(device=device, dtype=torch.bfloat16, generator=draw)
@@ -139,8 +143,8 @@ def measure(shape: str, mode: str, args: argparse.Namespace, device: torch.devic
         for tokens in args.tokens:
             line = Line(layer, tokens, routing)
             found = line.run(args.repeats, args.parts)
-            lines.append(dict(shape=shape, mode=mode, tokens_per_rank=tokens, routing=routing, auto=layer._calls.pattern_of(tokens),
-                              tiles=[tile.name for tile in layer._calls.tiles(tokens)],
+            lines.append(dict(shape=shape, dtype=args.dtype, mode=mode, tokens_per_rank=tokens, routing=routing,
+                              auto=layer._calls.pattern_of(tokens), tiles=[tile.name for tile in layer._calls.tiles(tokens)],
                               fused_tiles=layer._calls.variant_of(tokens).name, **found))
             if tokens in args.tiles:
                 lines[-1]["tiles_us"] = line.run_tiles(args.repeats)
@@ -164,6 +168,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="seed,qwen3-30b-a3b", help=", ".join(SHAPES))
     parser.add_argument("--modes", default="ep")
+    parser.add_argument("--dtype", choices=sorted(DTYPES), default="bf16")
     parser.add_argument("--tokens", type=numbers, default=[64, 512, 2048, 8192], help="of each rank")
     parser.add_argument("--routings", type=lambda text: text.split(","), default=["uniform"])
     parser.add_argument("--repeats", type=int, default=9)

@@ -2,12 +2,12 @@
 # Everything about the layer over NVLink that wants two GPUs, in one go; goes on when a part fails. Run from the root of the checkout.
 #   benchmarks/run_all_h200.sh [OUT [PART...]]    results go to OUT (default: $OUT, else gpu_out); default: all parts in this order
 # build (90 s), checks (60 s), layer (30 s), patterns (35 s), bench (50 s), attribute (60 s), routings (60 s, and 20 s for each of
-# ROUTING_FILES="FILE:SHAPE .."), fp8 (25 s), dense (20 s), trace (50 s), suite (300 s), sanitize (140 s); the seconds are limits, for what
-# build has built. A copy without git takes its commit from MOE_TK_COMMIT.
+# ROUTING_FILES="FILE:SHAPE .."), fp8 (25 s), patterns_fp8 (60 s), dense (20 s), trace (50 s), suite (300 s), sanitize (140 s); the
+# seconds are limits, for what build has built. A copy without git takes its commit from MOE_TK_COMMIT.
 set -u
 out=$(mkdir -p "${1:-${OUT:-gpu_out}}" && cd "${1:-${OUT:-gpu_out}}" && pwd)
 parts=("${@:2}")
-[ ${#parts[@]} -gt 0 ] || parts=(build checks layer patterns bench attribute routings fp8 dense trace suite sanitize)
+[ ${#parts[@]} -gt 0 ] || parts=(build checks layer patterns bench attribute routings fp8 patterns_fp8 dense trace suite sanitize)
 export PYTHONPATH=${PYTHONPATH:-.} PYTHONUNBUFFERED=1 PYTHONDONTWRITEBYTECODE=1
 python=${PYTHON:-python3}
 commit=${MOE_TK_COMMIT:-$(git rev-parse --short HEAD 2>/dev/null || echo unknown)}
@@ -17,6 +17,7 @@ build() { timeout 90 "$python" -m tests.build_modules; }  # the layer, traced an
 checks() {  # what a change of the kernels breaks first; the suite has the rest
     local names=tables,layer_against_reference,graphs,refusals,two_passes,checks_variants:bf16,checks_variants:e4m3
     names+=,checks_serial:against_reference,checks_serial:mixed_patterns,checks_serial:missing_rank
+    names+=,checks_serial_fp8:against_reference,checks_serial_fp8:mixed_patterns
     names+=,checks_fp8:sent_rows,checks_fp8:layer_against_reference,checks_ops:dense,checks_ops:routed,checks_ops_fp8:routed,checks_dense_fp8:dense
     timeout 60 "$python" -m tests.cuda.ranks $names 2 55
 }
@@ -33,6 +34,10 @@ routings() { ROUTINGS_LIMIT_S=60 bash benchmarks/run_layer_h200.sh "$out" routin
 fp8() {
     ranks 25 benchmarks/nvlink_layer.py --dtype fp8 --shapes qwen3-30b-a3b,seed,deepseek-v4-flash,mixtral-8x7b --modes ep --graphs 1 --repeats 10 \
         --json "$out/nvlink_fp8.json"
+}
+patterns_fp8() {
+    ranks 60 benchmarks/nvlink_patterns.py --dtype fp8 --shapes qwen3-30b-a3b,seed,mixtral-8x7b,deepseek-v4-flash --tokens 64,512,2048,8192 \
+        --parts --tiles 64,512,2048 --repeats 7 --seconds 40 --commit "$commit" --json "$out/nvlink_patterns_fp8.json"
 }
 dense() { ranks 20 benchmarks/dense_nvlink.py --json "$out/dense_nvlink.json"; }
 trace() {

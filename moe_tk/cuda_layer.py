@@ -36,6 +36,7 @@ DTYPES = (torch.bfloat16, E4M3)
 class CudaMoELayer(CpuMoELayer):
     """What MoELayer(protocol="nvlink") makes; the arguments are those of MoELayer, except
 
+    pattern      "two_kernel", "serial", or "auto", which in e4m3 is two_kernel
     dtype        torch.bfloat16, or torch.float8_e4m3fn: rows travel and both GEMMs multiply in e4m3 with float32 scales of 1 x 128
                  (rows) and 128 x 128 (weights); hidden_size and this rank's intermediate columns are multiples of 128. Results and
                  partial sums are bfloat16
@@ -60,8 +61,8 @@ class CudaMoELayer(CpuMoELayer):
                               hidden_size=hidden_size, intermediate_size=intermediate_size,
                               max_tokens_per_rank=max_tokens_per_rank, mode=mode)
             self._check_choices(pattern, protocol, dtype, weight_position, row_block)
-            if dtype == E4M3:
-                pattern = "two_kernel"  # the only one with e4m3 GEMMs
+            if dtype == E4M3 and pattern == "auto":
+                pattern = "two_kernel"  # the planner's numbers are those of bfloat16
             self.timeout_s = check_positive("timeout_s", env("MOE_TK_TIMEOUT_S") if timeout_s is None else timeout_s, "seconds")
             self.activation = resolve_activation(activation, swiglu_limit)
             geometry = NvlinkGeometry(world=self.group.world, rank=self.group.rank, max_tokens=max_tokens_per_rank, top_k=top_k,
@@ -94,9 +95,6 @@ class CudaMoELayer(CpuMoELayer):
             raise TopologyError(f"protocol is {protocol!r}, wanted 'nvlink' on the CUDA back end")
         if dtype not in DTYPES:
             raise ArgumentTypeError(f"dtype is {dtype}, wanted {names(DTYPES)} on the CUDA back end")
-        if dtype == E4M3 and pattern == "serial":
-            raise ArgumentError("pattern is 'serial' with dtype float8_e4m3fn, wanted 'auto' or 'two_kernel': the serial pattern "
-                                "has bfloat16 GEMMs only")
         check_one_of("weight_position", weight_position, WEIGHT_POSITIONS)
         if row_block is not None and row_block not in ROW_BLOCKS:
             raise ArgumentError(f"row_block is {row_block}, wanted one of {', '.join(map(str, ROW_BLOCKS))} or None")

@@ -13,7 +13,7 @@ import torch
 from moe_tk.errors import CapacityError, MoETkError, TopologyError
 from moe_tk.group import RankGroup
 from moe_tk.memory.layout import Item, end_of
-from moe_tk.memory.nvlink_layout import JOB_CHUNK, NvlinkGeometry, row_items, symmetric_items, table_items
+from moe_tk.memory.nvlink_layout import JOB_CHUNK, NvlinkGeometry, row_items, slot_scales_offset, symmetric_items, table_items
 
 Failure = tuple[str, str, str]  # kind, step, text
 
@@ -137,7 +137,9 @@ class NvlinkWorkspace:
         """Fields of nvlink::workspace_view."""
         g = self.geometry
         local = {name: buffer.data_ptr() + item.offset for name, (buffer, item) in self._local.items()}
-        local = {"expert_out": local.get("slot_rows", 0), "slot_rows": 0, "activated_scales": 0, **local}
+        shared = local.get("slot_rows", local.get("expert_out", 0))  # gathered rows, and their scales, then the experts' outputs
+        local = {"expert_out": shared, "slot_rows": shared, "activated_scales": 0,
+                 "slot_scales": shared + slot_scales_offset(g) if g.quantised and shared else 0, **local}
         return {**local, **{name: item.offset for name, item in self._symmetric.items()}, "bases": self.heap.bases,
                 "mailbox": self.mailbox.data_ptr(), "rank": self.group.rank, "max_tokens": g.max_tokens, "top_k": g.top_k,
                 "hidden": g.hidden, "row_bytes": g.row_bytes, "quantised": g.quantised, "job_chunk": JOB_CHUNK,

@@ -15,6 +15,7 @@ from moe_tk.group import RankGroup
 from moe_tk.memory.nvlink_layout import NvlinkGeometry
 from moe_tk.planner import (
     FUSED_VARIANTS,
+    LARGE_TILE_ROWS,
     SERIAL_LARGE_TILE_ROWS,
     Choice,
     FusedVariant,
@@ -111,7 +112,7 @@ class NvlinkLayer:
 
     @functools.cached_property
     def _tile_index(self) -> dict[str, int]:
-        return {tile["name"]: index for index, tile in enumerate(nvlink_module(self.traced).plain_tiles())}
+        return {tile["name"]: index for index, tile in enumerate(nvlink_module(self.traced).plain_tiles(self.geometry.quantised))}
 
     def load_weights(self, w13: Tensor, w2: Tensor, w13_scale: Tensor | None = None, w2_scale: Tensor | None = None) -> None:
         """This rank's w13 [E_local, 2I, H], w2 [E_local, H, I] on the layer's device; kept in the engine's layout (a copy). An
@@ -152,16 +153,18 @@ class NvlinkLayer:
 
     def tiles(self, num_tokens: int) -> tuple[TileChoice, TileChoice]:
         """Tiles of both GEMMs of a serial call with num_tokens tokens on this rank, if its experts get the mean share."""
-        g = self.geometry
-        row_block = self.row_block or row_block_of(g.world, num_tokens, g.top_k, g.num_experts, SERIAL_LARGE_TILE_ROWS)
+        g, dtype = self.geometry, "e4m3" if self.geometry.quantised else "bf16"
+        large_from = LARGE_TILE_ROWS if g.quantised else SERIAL_LARGE_TILE_ROWS  # e4m3: its 64 x 256 tiles share nothing
+        row_block = self.row_block or row_block_of(g.world, num_tokens, g.top_k, g.num_experts, large_from)
         groups, rows = self._groups(num_tokens)
         blocks = expected_blocks(groups, rows, row_block)
-        if row_block == 64 and blocks > groups:  # measured: 253 us a call of qwen3-30b-a3b at T = 512, 280 with 64 x 128
+        if row_block == 64 and blocks > groups and not g.quantised:
+            # Measured: 253 us a call of qwen3-30b-a3b at T = 512, 280 with 64 x 128.
             both = TileChoice("64x256_s5_w2_c2", POLICY_NORMAL, "more than one block of 64 rows an expert: they share weights")
             return both, both
         common = dict(row_block=row_block, num_slots=blocks * row_block, num_experts=groups, num_sms=self.session.num_sms)
-        return (choose_tile("bf16", columns=2 * g.padded_intermediate, activation=True, **common),
-                choose_tile("bf16", columns=g.hidden, activation=False, **common))
+        return (choose_tile(dtype, columns=2 * g.padded_intermediate, activation=True, **common),
+                choose_tile(dtype, columns=g.hidden, activation=False, **common))
 
     def choice(self, num_tokens: int) -> Choice:
         """What the planner says to a call with num_tokens tokens on this rank."""

@@ -120,35 +120,35 @@ def auto_follows_its_plan(ranks: Ranks) -> None:
     assert all(pattern in text for pattern in seen) and "ceiling" in text and "wave" in text, text
 
 
-def _with(ranks: Ranks, pattern: str) -> Ranks:
+def with_pattern(ranks: Ranks, pattern: str) -> Ranks:
     return Ranks(ranks.rank, ranks.world, ranks.device, pattern=pattern)
 
 
-def _half(ranks: Ranks) -> Ranks:
-    return _with(ranks, "serial" if ranks.rank % 2 == 0 else "two_kernel")
+def half_serial(ranks: Ranks) -> Ranks:
+    return with_pattern(ranks, "serial" if ranks.rank % 2 == 0 else "two_kernel")
 
 
 def back_to_back(ranks: Ranks) -> None:
     """Many calls without waiting, serial on even ranks and fused on odd ones."""
-    checks.back_to_back(_half(ranks))
+    checks.back_to_back(half_serial(ranks))
 
 
 def graphs(ranks: Ranks) -> None:
     """Graphs of the serial pattern in random order with eager calls."""
-    checks.graphs(_with(ranks, "serial"))
+    checks.graphs(with_pattern(ranks, "serial"))
 
 
 def refusals(ranks: Ranks) -> None:
-    checks.refusals(_with(ranks, "serial"))
+    checks.refusals(with_pattern(ranks, "serial"))
 
 
 def late_rank(ranks: Ranks) -> None:
-    checks.late_rank(_with(ranks, "serial"))
+    checks.late_rank(with_pattern(ranks, "serial"))
 
 
 def missing_rank(ranks: Ranks) -> None:
-    checks.missing_rank(_with(ranks, "serial"))
+    checks.missing_rank(with_pattern(ranks, "serial"))
 
 
 def dead_rank(ranks: Ranks) -> None:
-    checks.dead_rank(_with(ranks, "serial"))
+    checks.dead_rank(with_pattern(ranks, "serial"))

@@ -5,7 +5,7 @@
 STORE: a file that all ranks name; without the three: one rank. --small: every role once, on few multiprocessors, for tools that
 watch each access to shared memory. --seconds: after S seconds no further case begins, so that the tool still sums up.
 
-The last line of each rank says how many calls were right: "rank 0 of 1: all 58 calls right".
+The last line of each rank says how many calls were right: "rank 0 of 1: all 90 calls right".
 """
 
 from __future__ import annotations
@@ -121,6 +121,7 @@ def small_cases(ranks: Ranks) -> Cases:
         yield f"fused {what}", partial(call, counts)
         yield f"e4m3 {what}", partial(call_fp8, ranks, scaled, (row_block == 64,), few)
         yield f"serial {what}", partial(call, counts, "serial")
+        yield f"serial e4m3 {what}", partial(call_fp8, ranks, scaled, (row_block == 64,), {**few, "pattern": "serial"})
         yield f"two passes {what}", partial(call, counts, passes=2)
     for tokens in (33, 150):  # row blocks of 64 and of 128
         yield f"dense ops {tokens}", partial(call_dense, ranks, tokens, 392)
@@ -142,7 +143,9 @@ def more_cases(ranks: Ranks) -> Cases:
         yield f"fused {mode} {row_block}, two segments", partial(call_layer, ranks, case, counts)
         yield f"serial {mode} {row_block}, two segments", partial(call_layer, ranks, case, counts, "serial")
         scaled = replace(case, hidden=256, inter=128 * ranks.world)
-        yield f"e4m3 {mode} {row_block}, two segments", partial(call_fp8, ranks, scaled, (False, True))
+        call = partial(call_fp8, ranks, scaled, (False, True))
+        yield f"e4m3 {mode} {row_block}, two segments", call
+        yield f"serial e4m3 {mode} {row_block}, two segments", partial(call, {"pattern": "serial"})
     for tokens in (33, 150):
         yield f"dense ops {tokens}, short", partial(call_dense, ranks, tokens, 72)
         for mode in ("ep", "tp"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import emulated
 import pytest
 import torch
 
@@ -51,6 +52,37 @@ def test_sym_05_items_hold_activations_scales_and_outputs_apart(world, mode):
     assert estimate.total == estimate.symmetric_bytes + estimate.local_bytes
 
 
+@pytest.mark.parametrize("hidden", [128, 1152, 7168])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+def test_sym_05_a_serial_call_gathers_its_rows_where_the_outputs_come_later(hidden, dtype):
+    rank = emulated.Rank(geometry(hidden=hidden, dtype=dtype))
+    fields, outputs = rank.fields([0, 0]), rank.items["expert_out" if dtype == "float8_e4m3fn" else "slot_rows"]
+    assert fields["slot_rows"] == fields["expert_out"] == outputs.address
+    if dtype == "bfloat16":
+        assert fields["slot_scales"] == 0
+        return
+    slots = fields["max_slots"]
+    scales = slice(fields["slot_scales"], fields["slot_scales"] + 4 * slots * hidden // 128)
+    assert fields["slot_rows"] + slots * hidden == scales.start and scales.start % 16 == 0  # of a bulk copy
+    assert scales.stop <= outputs.address + len(outputs.bytes)
+
+
+@pytest.mark.parametrize("pattern, taken", [("serial", "serial"), ("two_kernel", "two_kernel"), ("auto", "two_kernel")])
+def test_e4m3_layers_take_either_pattern(pattern, taken, monkeypatch):
+    """auto is fused: the planner's numbers are those of bfloat16."""
+    class Reached(Exception):
+        pass
+
+    def calls(*args, pattern: str, **options) -> None:
+        raise Reached(pattern)
+
+    monkeypatch.setattr("moe_tk.cuda_layer.own_device", lambda group, device: torch.device("cpu"))
+    monkeypatch.setattr("moe_tk.cuda_layer.NvlinkLayer", calls)
+    with pytest.raises(Reached, match=f"^{taken}$"):
+        moe_tk.MoELayer(num_experts=64, top_k=8, hidden_size=4096, intermediate_size=3072, max_tokens_per_rank=64, dtype=E4M3,
+                        protocol="nvlink", pattern=pattern)
+
+
 def test_estimate_memory_knows_the_back_end_and_the_dtype():
     sizes = dict(world=2, rank=1, num_experts=30, top_k=4, max_tokens_per_rank=512, intermediate_size=256, segments=2)
     for dtype in ("bfloat16", E4M3):
@@ -85,7 +117,7 @@ def test_bfloat16_keeps_its_freedom():
 
 @pytest.mark.parametrize("options, error, text", [
     (dict(dtype=torch.float16), ArgumentTypeError, "dtype is torch.float16, wanted bfloat16 or float8_e4m3fn"),
-    (dict(pattern="serial"), ArgumentError, "pattern is 'serial' with dtype float8_e4m3fn, wanted 'auto' or 'two_kernel'"),
+    (dict(pattern="mega"), ArgumentError, "pattern is 'mega', wanted one of auto, two_kernel, serial"),
     (dict(hidden_size=4160), ArgumentError, "hidden_size is 4160")])
 def test_arguments_are_checked_before_a_gpu_is_needed(options, error, text, monkeypatch):
     monkeypatch.setattr("moe_tk.cuda_layer.own_device", lambda group, device: torch.device("cpu"))

@@ -68,6 +68,20 @@ def test_fused_calls_keep_weights_in_cache_where_they_are_read_again():
     assert qwen._policy(64) == 0
 
 
+@pytest.mark.parametrize("tokens, first, second", [
+    (1, "64x256_s5_w1_c1", "64x128_s8_w1_c1"), (64, "64x256_s5_w1_c1", "64x128_s8_w1_c1"),
+    (256, "64x256_s5_w1_c1", "64x128_s8_w1_c1"), (512, "128x256_s4_c1", "128x256_s4_c1"), (8192, "128x256_s4_c1", "128x256_s4_c1")])
+def test_e4m3_takes_the_tiles_of_the_engine_in_the_row_blocks_of_the_fused_pattern(tokens, first, second):
+    qwen = layer("serial", dtype="float8_e4m3fn")
+    qwen._tile_index = {name: index for index, name in enumerate(("128x256_s4_c1", "64x256_s5_w1_c1", "64x128_s8_w1_c1"))}
+    assert tuple(tile.name for tile in qwen.tiles(tokens)) == (first, second)
+    assert qwen.variant_of(tokens).row_block == int(first.split("x")[0])
+    fields = qwen._plain(tokens)
+    assert fields["gemm1_tile"] == qwen._tile_index[first] and fields["gemm2_tile"] == qwen._tile_index[second]
+    qwen.row_block = 128
+    assert qwen.tiles(tokens)[1].name == "128x256_s4_c1"
+
+
 def test_few_tiles_are_narrower():
     mixtral = layer("serial", top_k=2, num_experts=8, hidden=4096, intermediate_size=14336)
     assert mixtral.tiles(512)[1].name == "128x128_s6_c2"

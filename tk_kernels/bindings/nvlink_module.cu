@@ -1,7 +1,7 @@
 // Python bindings of the fused layer over NVLink. Device pointers and streams are integers; nothing here includes torch.
 // with: tk_kernels/nvlink/open_call.cu tk_kernels/nvlink/fused_gemm.cu tk_kernels/nvlink/fused_gemm_fp8.cu
 // with: tk_kernels/bindings/nvlink_ops.cu tk_kernels/nvlink/dense.cu tk_kernels/nvlink/routed_ops.cu tk_kernels/nvlink/serial.cu
-// with: tk_kernels/nvlink/routed_ops_fp8.cu
+// with: tk_kernels/nvlink/routed_ops_fp8.cu tk_kernels/nvlink/serial_fp8.cu
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -62,7 +62,7 @@ nvlink::workspace_view read_workspace(const py::dict &values) {
                   .job_done = f.pointer<uint32_t>("job_done"), .next_item = f.pointer<uint32_t>("next_item")};
     w.epoch = f.pointer<uint32_t>("epoch"), w.blocks_done = f.pointer<uint32_t>("blocks_done");
     w.copies_done = f.pointer<uint32_t>("copies_done"), w.routing_sent = f.pointer<uint32_t>("routing_sent");
-    w.rows = f.pointer<void>("slot_rows"), w.activated = f.pointer<void>("activated");
+    w.rows = f.pointer<void>("slot_rows"), w.slot_scales = f.pointer<float>("slot_scales"), w.activated = f.pointer<void>("activated");
     w.expert_out = f.pointer<void>("expert_out");
     w.activated_scales = f.pointer<float>("activated_scales"), w.quantised = w.call.keeps_own = f.get<bool>("quantised");
     w.num_experts = f.get<int>("num_experts"), w.first_expert = f.get<int>("first_expert"), w.num_local = f.get<int>("num_local");
@@ -76,22 +76,25 @@ nvlink::workspace_view read_workspace(const py::dict &values) {
     return w;
 }
 
-nvlink::plain_gemm read_plain(bindings::fields &f, const char *tile, const char *policy) {
+nvlink::plain_gemm read_plain(bindings::fields &f, const char *tile, const char *policy, bool quantised, bool activates) {
     const nvlink::plain_gemm plain{.tile = f.get<int>(tile), .weights_policy = f.get<int>(policy)};
-    if (plain.tile < -1 || plain.tile >= nvlink::plain_tiles().count)
+    const variant_list tiles = nvlink::plain_tiles(quantised);
+    if (plain.tile < -1 || plain.tile >= tiles.count)
         throw py::value_error(std::string(tile) + " " + std::to_string(plain.tile) + " does not exist");
+    if (plain.tile >= 0 && !tiles.variants[plain.tile].launch[activates])
+        throw py::value_error(std::string(tile) + " " + tiles.variants[plain.tile].name + " has no SwiGLU");
     return plain;
 }
 
-// Both GEMMs of a call are fused, or both plain with the same row block, which is there for bf16 alone.
+// Both GEMMs of a call are fused, or both plain with the same row block.
 void check_tiles(const nvlink::layer_call &call, int stages, bool quantised) {
     const int first = call.gemm1.tile, second = call.gemm2.tile;
     const int fused = nvlink::STAGE_GATHER | nvlink::STAGE_SCATTER, all = 2 * nvlink::STAGE_COMBINE - 1;
     if (call.variant < 0 || call.variant >= (quantised ? nvlink::num_fused_variants_fp8 : nvlink::num_fused_variants))
         throw py::value_error("variant " + std::to_string(call.variant) + " does not exist");
-    if (quantised && first >= 0) throw py::value_error("gemm1_tile: the serial pattern has no e4m3 GEMMs");
     if ((first < 0) != (second < 0)) throw py::value_error("gemm1_tile and gemm2_tile: wanted both or none");
-    if (first >= 0 && nvlink::plain_tiles().variants[first].block_m != nvlink::plain_tiles().variants[second].block_m)
+    const gemm_variant *tiles = nvlink::plain_tiles(quantised).variants;
+    if (first >= 0 && tiles[first].block_m != tiles[second].block_m)
         throw py::value_error("gemm1_tile and gemm2_tile share the slots and their row blocks");
     const int wrong = first < 0 ? all & ~fused & ~nvlink::STAGE_OPEN : fused;
     if (stages & ~all || stages & wrong)
@@ -119,7 +122,8 @@ class workspace {
             .passes = f.get<int>("passes"),
             .weights_before_l2 = f.get<bool>("weights_before_l2"), .alpha = f.get<float>("alpha"), .beta = f.get<float>("beta"),
             .limit = f.get<float>("limit"), .export_blocks = f.get<int>("export_blocks"),
-            .gemm1 = read_plain(f, "gemm1_tile", "gemm1_policy"), .gemm2 = read_plain(f, "gemm2_tile", "gemm2_policy")};
+            .gemm1 = read_plain(f, "gemm1_tile", "gemm1_policy", w_.quantised, true),
+            .gemm2 = read_plain(f, "gemm2_tile", "gemm2_policy", w_.quantised, false)};
         f.done();
         check_tiles(call, stages, w_.quantised);
         if (call.passes < 1 || call.passes > nvlink::MAX_COL_GROUPS)
@@ -162,12 +166,14 @@ py::list list_variants(bool quantised) {
     return out;
 }
 
-py::list list_plain_tiles() {
+py::list list_plain_tiles(bool quantised) {
+    const variant_list tiles = nvlink::plain_tiles(quantised);
     py::list out;
-    for (int i = 0; i < nvlink::plain_tiles().count; ++i) {
-        const auto &v = nvlink::plain_tiles().variants[i];
+    for (int i = 0; i < tiles.count; ++i) {
+        const auto &v = tiles.variants[i];
         py::dict d;
         d["name"] = v.name, d["row_block"] = v.block_m, d["columns"] = v.block_n, d["shared"] = v.smem;
+        d["activates"] = v.launch[1] != nullptr;
         out.append(d);
     }
     return out;
@@ -189,7 +195,7 @@ PYBIND11_MODULE(MODULE_NAME, m) {
     m.attr("OPEN_CLUSTER") = nvlink::OPEN_CLUSTER;
     m.attr("MAX_TOKENS") = nvlink::MAX_TOKENS;
     m.def("variants", &list_variants, py::arg("quantised") = false, "The compiled pairs of fused GEMMs of bf16 or e4m3, by index");
-    m.def("plain_tiles", &list_plain_tiles, "The tiles of the serial pattern's GEMMs, by index");
+    m.def("plain_tiles", &list_plain_tiles, py::arg("quantised") = false, "The tiles of the serial pattern's GEMMs of bf16 or e4m3, by index");
     py::class_<workspace>(m, "Workspace", py::module_local())  // a traced module may be loaded as well
         .def(py::init<const py::dict &>(), py::arg("fields"))
         .def("run", &workspace::run, py::arg("call"), py::kw_only(), py::arg("stages"), py::arg("timeout_s"), py::arg("stream"));

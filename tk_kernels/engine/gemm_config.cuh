@@ -42,4 +42,9 @@ struct gemm_config {
     static_assert(!SCALED || (BLOCK_K == SCALE_BLOCK && WG_COLS % SCALE_BLOCK == 0), "scales cover 128 of K and 128 columns");
 };
 
+// The same with weights in tiles.
+template <class Base> struct tiled : Base {
+    static constexpr bool TILED_WEIGHTS = true;
+};
+
 }  // namespace moe_tk

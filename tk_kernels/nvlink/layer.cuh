@@ -19,9 +19,10 @@ struct workspace_view {
     table_view tables;
     counter_view counters;
     uint32_t *epoch, *blocks_done, *copies_done, *routing_sent;
-    void *rows;            // [max_slots, H] bf16 gathered rows: of the serial pattern only
+    void *rows;            // [max_slots, H] gathered rows: of the serial pattern only
+    float *slot_scales;    // e4m3: [H / 128, max_slots], theirs
     void *activated;       // [max_slots, I]
-    void *expert_out;      // [max_slots, H] bf16; where the layer is bf16, the memory of `rows`
+    void *expert_out;      // [max_slots, H] bf16, the memory of `rows` and their scales: GEMM 2 writes it, when GEMM 1 has read them
     float *activated_scales;  // e4m3: [I / 128, scales_stride]
     int scales_stride;        // max_slots, but where they are a caller's; a multiple of 4
     int quantised;         // rows and weights are e4m3 with scales, else bf16
@@ -80,7 +81,8 @@ tile_shape shape_of(const workspace_view &, const layer_call &);
 void prepare_open_call();
 void launch_open_call(const workspace_view &, const layer_call &, cudaStream_t);
 
-variant_list plain_tiles();  // of the serial pattern's GEMMs
+// Of the serial pattern's GEMMs. Those of e4m3 that are narrower than 256 columns have no SwiGLU: launch[1] is missing.
+variant_list plain_tiles(bool quantised), plain_tiles_fp8();
 
 // The serial pattern, each with open_call's tables of a call with the same tiles.
 void prepare_serial();

@@ -1,14 +1,8 @@
 // The e4m3 grouped GEMM configurations: 1 x 128 activation scales, 128 x 128 weight scales.
+#include "fp8_tiles.cuh"
 #include "grouped_gemm.cuh"
 
 namespace moe_tk {
-
-//                               type     M    N  stages  warpgroups M x N  cluster  output buffers
-using f128x256_c1 = gemm_config<fp8e4m3, 128, 256, 4, 2, 1, 1, 2>;
-using f128x256_c2 = gemm_config<fp8e4m3, 128, 256, 4, 2, 1, 2, 2>;
-using f128x128_c1 = gemm_config<fp8e4m3, 128, 128, 6, 2, 1, 1, 1>;
-using f64x256_w1 = gemm_config<fp8e4m3, 64, 256, 5, 1, 1, 1, 2>;
-using f64x128_w1 = gemm_config<fp8e4m3, 64, 128, 8, 1, 1, 1, 2>;
 
 variant_list fp8_variants() {
     static const gemm_variant list[] = {

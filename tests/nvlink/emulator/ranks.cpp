@@ -20,11 +20,11 @@ uint8_t dynamic_shared[16];  // of the kernel open_call, which is not called its
     F(rank) F(max_tokens) F(top_k) F(hidden) F(row_bytes) F(job_chunk) F(job_chunks) F(counts) F(expert_offsets) F(slots)          \
     F(slot_pair) F(slot_weight) F(block_target) F(block_group) F(job_order) F(chunk_expected) F(expert_load)     \
     F(load_total) F(contributors) F(token_counts) F(tasks1) F(tasks2) F(l1_done) F(l2_done) F(job_done)     \
-    F(next_item) F(blocks_done) F(copies_done) F(routing_sent) F(slot_rows) F(activated) F(expert_out)         \
+    F(next_item) F(blocks_done) F(copies_done) F(routing_sent) F(slot_rows) F(slot_scales) F(activated) F(expert_out)         \
     F(activated_scales) F(quantised) F(num_experts) F(first_expert) F(num_local) F(tensor_parallel) F(max_slots)    \
     F(max_blocks) F(intermediate) F(num_sms) F(hidden_states) F(hidden_scales) F(topk_ids) F(topk_weights) F(out) F(signature)     \
     F(num_tokens) F(refused) F(ids_are_64) F(weights_are_bf16) F(row_block) F(gather_cols) F(scatter_cols) F(segments) F(passes)   \
-    F(weights_before_l2) F(serial) F(cluster) F(takes_part) F(only_open) F(most_naps)    \
+    F(weights_before_l2) F(serial) F(cluster) F(takes_part) F(only_open) F(only_placed) F(most_naps)    \
     F(shared_bytes) F(one_sender_pairs) F(one_builder_pairs) F(hands_out) F(slots_out) F(offsets_out) F(stride)
 struct rank_fields {
     int64_t bases[MAX_WORLD];
@@ -148,7 +148,7 @@ class rank_stream {
         } else if (stage_ == PLACED && r_.hands_out) {
             stage_ = DONE;
             launch_hand_out();
-        } else if (stage_ == PLACED && r_.serial) {
+        } else if (stage_ == PLACED && r_.serial && !r_.only_placed) {
             stage_ = DONE;
             multiply_all();
             launch_combine();
@@ -188,9 +188,12 @@ class rank_stream {
         }
     }
     void launch_place_all() {
-        const place_params p{at<bf16>(r_.hidden_states), at<bf16>(r_.slot_rows), g_.tables.counts, g_.tables.job_order,
-                             g_.tables.slots};
-        start_four_warps_a_block([this, p] { row_placer(c_, p).run(); });
+        r_.quantised ? place_rows<kittens::fp8e4m3>(nullptr) : place_rows<bf16>(at<bf16>(r_.hidden_states));
+    }
+    template <class T> void place_rows(const T *tokens) {
+        const place_params<T> p{tokens, at<T>(r_.slot_rows), g_.tables.counts, g_.tables.job_order, g_.tables.slots,
+                                at<float>(r_.slot_scales), r_.max_slots};
+        start_four_warps_a_block([this, p] { row_placer<T>(c_, p).run(); });
     }
     void launch_combine() {
         start_four_warps_a_block([this] { combine_and_reduce<4, false>(c_, combine_); });
@@ -249,15 +252,18 @@ class rank_stream {
         const int64_t h = r_.hidden, inter = r_.intermediate, cols = r_.gather_cols / 2, stride = r_.max_slots;
         for (int64_t slot = int64_t(t.row_block) * g_.row_block, end = slot + t.rows; slot < end; ++slot) {
             const int pair = g_.tables.slot_pair[slot];
-            const uint8_t *row = reinterpret_cast<const uint8_t *>(at<bf16>(r_.slot_rows) + slot * h);
+            const uint8_t *row = at<uint8_t>(r_.slot_rows) + slot * h * (r_.quantised ? 1 : 2);
+            const float *scales = at<float>(r_.slot_scales) + slot;
+            int64_t apart = stride;  // of two scales
             if (gathers)
                 row = r_.quantised ? row_of_pair<kittens::fp8e4m3>(c_, nullptr, pair) : row_of_pair(c_, at<const bf16>(r_.hidden_states), pair);
+            if (gathers) scales = reinterpret_cast<const float *>(row + h), apart = 1;
             for (int64_t c = t.col_block * cols; c < min(inter, (t.col_block + 1) * cols); ++c) {
                 const int64_t to = slot * inter + c;
                 if (!r_.quantised) at<bf16>(r_.activated)[to] = reinterpret_cast<const bf16 *>(row)[c % h];
                 else at<uint8_t>(r_.activated)[to] = row[c % h];
                 if (r_.quantised && c % 128 == 0)
-                    at<float>(r_.activated_scales)[c / 128 * stride + slot] = reinterpret_cast<const float *>(row + h)[c % h / 128];
+                    at<float>(r_.activated_scales)[c / 128 * stride + slot] = scales[c % h / 128 * apart];
             }
         }
     }
