@@ -82,6 +82,8 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
 }
 // All state spaces: after an acquire of a flag, before this thread's TMA loads of what the flag covers.
 __device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async;" ::: "memory"); }
+// Global memory alone: does not wait for this thread's own stores, as the one above does.
+__device__ __forceinline__ void fence_proxy_async_global() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 // ---- flags in device memory, GPU scope
 __device__ __forceinline__ uint32_t load_acquire_gpu(const uint32_t *flag) {

@@ -63,14 +63,16 @@ __device__ void load_tasks(const G &g, Shared &s, int rank, int num_k_blocks) {
         const int a_slabs = ceil_div(w.task.rows, Cfg::A_SLAB);
         int k = 0;
         if constexpr (!Gate::NOOP) {
-            if (!open && !Gate::ready(g.gate, w.task)) {
+            if (!open) {
                 ring_position<Cfg::STAGES> first = at;
-                for (; k < min(Cfg::STAGES, num_k_blocks); ++k, at.advance()) {
-                    wait(s.inputs_finished[at.stage], at.phase ^ 1);
-                    load_stage<Cfg, OPERAND_B>(g, s, at.stage, w, rank, k, num_panels, a_slabs);
+                if (!Gate::ready(g.gate, w.task)) {
+                    for (; k < min(Cfg::STAGES, num_k_blocks); ++k, at.advance()) {
+                        wait(s.inputs_finished[at.stage], at.phase ^ 1);
+                        load_stage<Cfg, OPERAND_B>(g, s, at.stage, w, rank, k, num_panels, a_slabs);
+                    }
+                    stamp_lap(stamp_kind::load_ahead, stamp_tile(w.task));
+                    Gate::wait(g.gate, w.task);
                 }
-                stamp_lap(stamp_kind::load_ahead, stamp_tile(w.task));
-                Gate::wait(g.gate, w.task);
                 stamp_lap(stamp_kind::gate, stamp_tile(w.task));
                 for (int i = 0; i < k; ++i, first.advance()) load_stage<Cfg, OPERAND_A>(g, s, first.stage, w, rank, i, num_panels, a_slabs);
             }

@@ -14,12 +14,12 @@ struct counter_wait {
     // What is acquired becomes visible to this thread, then to its TMA loads.
     __device__ __forceinline__ bool ready(int row_block, uint32_t want) const {
         if (!protocol::reached(kittens::load_acquire_gpu(counter + row_block), want)) return false;
-        kittens::fence_proxy_async();
+        kittens::fence_proxy_async_global();
         return true;
     }
     __device__ __forceinline__ void wait(int row_block, uint32_t want, phase_id phase) const {
         spin_until(counter + row_block, want, call, {phase, role_id::compute, row_block, call.rank});
-        kittens::fence_proxy_async();
+        kittens::fence_proxy_async_global();
     }
 };
 

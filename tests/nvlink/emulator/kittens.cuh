@@ -12,6 +12,7 @@ template <class Int> constexpr Int ceil_div(Int a, Int b) { return (a + b - 1) /
 inline int laneid() { return emulator::current->lane; }
 inline float max_nan(float a, float b) { return std::isnan(a) || std::isnan(b) ? NAN : std::max(a, b); }
 inline void fence_proxy_async() {}
+inline void fence_proxy_async_global() {}
 inline uint32_t load_acquire_gpu(const uint32_t *word) { return *static_cast<const volatile uint32_t *>(word); }
 inline void wait_prerequisite_grids() {}  // the emulated stream starts what may start
 inline void launch_dependent_grids() {}
