@@ -2,7 +2,7 @@
 # Everything about the layer over NVLink that wants two GPUs, in one go; goes on when a part fails. Run from the root of the checkout.
 #   benchmarks/run_all_h200.sh [OUT [PART...]]    results go to OUT (default: $OUT, else gpu_out); default: all parts in this order
 # build (90 s), checks (60 s), layer (30 s), patterns (35 s), bench (50 s), attribute (60 s), routings (60 s, and 20 s for each of
-# ROUTING_FILES="FILE:SHAPE .."), fp8 (25 s), patterns_fp8 (60 s), dense (20 s), trace (50 s), suite (300 s), sanitize (140 s); the
+# ROUTING_FILES="FILE:SHAPE .."), fp8 (25 s), patterns_fp8 (80 s), dense (20 s), trace (50 s), suite (300 s), sanitize (140 s); the
 # seconds are limits, for what build has built. A copy without git takes its commit from MOE_TK_COMMIT.
 set -u
 out=$(mkdir -p "${1:-${OUT:-gpu_out}}" && cd "${1:-${OUT:-gpu_out}}" && pwd)
@@ -36,8 +36,8 @@ fp8() {
         --json "$out/nvlink_fp8.json"
 }
 patterns_fp8() {
-    ranks 60 benchmarks/nvlink_patterns.py --dtype fp8 --shapes qwen3-30b-a3b,seed,mixtral-8x7b,deepseek-v4-flash --tokens 64,512,2048,8192 \
-        --parts --tiles 64,512,2048 --repeats 7 --seconds 40 --commit "$commit" --json "$out/nvlink_patterns_fp8.json"
+    ranks 80 benchmarks/nvlink_patterns.py --dtype fp8 --shapes qwen3-30b-a3b,seed,mixtral-8x7b,deepseek-v4-flash,deepseek-v3 \
+        --tokens 64,512,2048,8192 --repeats 7 --seconds 60 --commit "$commit" --json "$out/nvlink_patterns_fp8.json"
 }
 dense() { ranks 20 benchmarks/dense_nvlink.py --json "$out/dense_nvlink.json"; }
 trace() {
