@@ -111,12 +111,12 @@ class CudaMoELayer(CpuMoELayer):
         reasons = (*why[pattern],
                    "row blocks of 64 for calls with few rows per expert, of 128 for others; tiles of 128 columns instead of 256 "
                    "where experts have few rows",
-                   f"{sms} blocks in each GEMM; in two_kernel a warp of each moves rows in GEMM 1 and combines in GEMM 2, the "
-                   "others join it",
-                   "receivers read each wanted row once and write it to all its slots")
+                   "owners send each row once to each rank that wants it; the rows are there before GEMM 1 begins",
+                   f"{sms} blocks in each GEMM; in two_kernel two warps of each gather rows in GEMM 1, and one combines in GEMM 2, "
+                   "which the others join; in serial rows are written to their slots first")
         return Plan(pattern=pattern, protocol="nvlink", segments=g.max_segments, row_block=ROW_BLOCKS[-1],
-                    column_block=FUSED_COLUMN_BLOCK, job_chunk=JOB_CHUNK, warmup=0, send_blocks=0, place_blocks=sms,
-                    compute_blocks=sms, combine_blocks=sms, pull=True, reasons=reasons)
+                    column_block=FUSED_COLUMN_BLOCK, job_chunk=JOB_CHUNK, warmup=0, send_blocks=sms, place_blocks=0,
+                    compute_blocks=sms, combine_blocks=sms, pull=False, reasons=reasons)
 
     @property
     def num_local_experts(self) -> int:
