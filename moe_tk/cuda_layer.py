@@ -20,7 +20,6 @@ from moe_tk.group import RankGroup, resolve_group
 from moe_tk.memory.layout import MemoryEstimate
 from moe_tk.memory.nvlink_layout import FUSED_COLUMN_BLOCK, JOB_CHUNK, ROW_BLOCKS, NvlinkGeometry, nvlink_estimate
 from moe_tk.ops.handles import keep_handle
-from moe_tk.ops.scaled_weights import E4M3, check_scales
 from moe_tk.planner import Plan, explain_fusion
 from moe_tk.runtime.calls import signature_of
 from moe_tk.runtime.launch import Activation, CallStats, resolve_activation
@@ -28,6 +27,7 @@ from moe_tk.runtime.nvlink_layer import NvlinkLayer
 from moe_tk.runtime.nvlink_session import too_many_tokens
 from moe_tk.sizes import check_count, check_layer_sizes, check_one_of, check_positive
 from moe_tk.weights import from_checkpoint
+from moe_tk.weights.scaled import E4M3, check_scales
 
 PATTERNS = ("auto", "two_kernel", "serial")
 DTYPES = (torch.bfloat16, E4M3)

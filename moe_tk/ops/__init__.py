@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_tk.group import resolve_group
 from moe_tk.ops import functional
 from moe_tk.ops import registered as _registered  # noqa: F401  registers torch.ops.moe_tk.*
-from moe_tk.ops.gemm_weights import interleave_gate_up, quantise_rows, quantise_weights, scale_pairs
 from moe_tk.ops.grouped_gemm import grouped_gemm
-from moe_tk.ops.scaled_weights import ScaledWeights, scaled_weights
 from moe_tk.ops.sessions import release_ops_memory, synchronize
+from moe_tk.weights.gemm import interleave_gate_up, quantise_rows, quantise_weights, scale_pairs
+from moe_tk.weights.scaled import ScaledWeights, scaled_weights
 
 __all__ = ["ScaledWeights", "ag_gemm", "dispatch_gemm", "gemm_combine", "gemm_rs", "grouped_gemm", "interleave_gate_up",
            "mega_moe", "quantise_rows", "quantise_weights", "release_ops_memory", "scale_pairs", "scaled_weights", "synchronize"]

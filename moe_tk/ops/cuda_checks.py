@@ -13,8 +13,8 @@ from torch import Tensor
 from moe_tk.arguments import as_contiguous, check_routing_tensors, check_tensor
 from moe_tk.errors import ArgumentError
 from moe_tk.memory.nvlink_layout import MAX_TOP_K, SCALE_BLOCK
-from moe_tk.ops.scaled_weights import E4M3, WHY_MULTIPLE
 from moe_tk.sizes import check_count, check_multiple, check_width
+from moe_tk.weights.scaled import E4M3, WHY_MULTIPLE
 
 BF16 = (torch.bfloat16,)
 FLOAT32 = (torch.float32,)

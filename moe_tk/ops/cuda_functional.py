@@ -30,7 +30,6 @@ from moe_tk.ops.cuda_checks import (
     readable,
 )
 from moe_tk.ops.cuda_sessions import checked, one_call
-from moe_tk.ops.scaled_weights import E4M3
 from moe_tk.ops.sizes import WEIGHT_POSITIONS, check_divides, routed_row_block, routed_rows
 from moe_tk.planner import variant_index
 from moe_tk.runtime.calls import signature_of
@@ -39,6 +38,7 @@ from moe_tk.runtime.nvlink_layer import one_limit
 from moe_tk.runtime.nvlink_ops import DENSE_RUN, DENSE_SEAL, OPEN, ROUTED_GATHER, ROUTED_HAND_OUT, ROUTED_SCATTER
 from moe_tk.schedule import local_experts
 from moe_tk.sizes import check_one_of, check_width
+from moe_tk.weights.scaled import E4M3
 
 
 def ag_gemm(x: Tensor, weight: Tensor, group: RankGroup, timeout_s: float | None, x_scales: Tensor | None,

@@ -16,12 +16,12 @@ from moe_tk.memory.nvlink_layout import SCALE_BLOCK
 from moe_tk.memory.nvlink_ops_layout import ScaledDenseGeometry
 from moe_tk.ops.cuda_checks import BF16, check_scaled_width, check_scales, check_unscaled, readable
 from moe_tk.ops.cuda_sessions import checked, one_call
-from moe_tk.ops.scaled_weights import E4M3
 from moe_tk.ops.sizes import check_divides, routed_row_block
 from moe_tk.planner import variant_index
 from moe_tk.runtime.calls import signature_of
 from moe_tk.runtime.nvlink_ops import OPEN, ROUTED_HAND_OUT, ROUTED_PRODUCT, ROUTED_SCATTER
 from moe_tk.sizes import check_width
+from moe_tk.weights.scaled import E4M3
 
 SCALE_ROWS = 128  # scales are loaded for whole row blocks
 

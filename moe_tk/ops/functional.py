@@ -14,7 +14,6 @@ from moe_tk.errors import ArgumentError
 from moe_tk.group import RankGroup
 from moe_tk.memory.estimate import layer_geometry
 from moe_tk.memory.geometry import Geometry
-from moe_tk.ops.scaled_weights import E4M3
 from moe_tk.ops.sessions import Agreement, Request, agree, data_session
 from moe_tk.ops.sizes import WEIGHT_POSITIONS, check_divides, routed_row_block, routed_rows
 from moe_tk.planner import Plan, make_plan
@@ -24,6 +23,7 @@ from moe_tk.runtime.launch import Activation, resolve_activation
 from moe_tk.runtime.session import Session
 from moe_tk.schedule import local_experts
 from moe_tk.sizes import MAX_TOP_K, check_count, check_one_of, check_width
+from moe_tk.weights.scaled import E4M3
 
 __all__ = ["ROW_BLOCK", "ag_gemm", "dispatch_gemm", "gemm_combine", "gemm_rs", "mega_moe", "resolve_activation", "routed_row_block",
            "routed_rows"]

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from moe_tk.errors import ArgumentError, ArgumentTypeError
-from moe_tk.ops import gemm_weights
 from moe_tk.runtime import gemm, host
+from moe_tk.weights import gemm as gemm_weights
 
 _HOST_DTYPES = (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
 

@@ -10,11 +10,11 @@ from torch.library import EffectType, _register_effectful_op, custom_op
 from moe_tk.errors import ArgumentError
 from moe_tk.group import SINGLE, RankGroup, resolve_group
 from moe_tk.ops import functional
-from moe_tk.ops.gemm_weights import SCALE_BLOCK
 from moe_tk.ops.handles import find_layer
-from moe_tk.ops.scaled_weights import E4M3
 from moe_tk.ops.sizes import routed_row_block, routed_rows
 from moe_tk.schedule import local_experts
+from moe_tk.weights.gemm import SCALE_BLOCK
+from moe_tk.weights.scaled import E4M3
 
 
 def group_by_name(name: str) -> RankGroup:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from moe_tk.ops.scaled_weights import E4M3, ScaledWeights, ordered
+from moe_tk.weights.scaled import E4M3, ScaledWeights, ordered
 
 
 def layer_weights(w13: Tensor, w2: Tensor, w13_scale: Tensor | None, w2_scale: Tensor | None) -> ScaledWeights:

@@ -9,7 +9,7 @@ import torch
 
 from moe_tk import ops, reference
 from moe_tk.errors import ArgumentError, MoETkError, PeerRefused
-from moe_tk.ops import gemm_weights
+from moe_tk.weights import gemm as gemm_weights
 from tests.cuda.checks import Ranks
 from tests.cuda.checks_ops import DENSE_SIZES, both, draw, poison
 from tests.cuda.checks_ops_fp8 import Results, equal

@@ -13,7 +13,7 @@ import torch
 
 from moe_tk import reference
 from moe_tk.errors import ArgumentError, PeerRefused
-from moe_tk.ops import gemm_weights
+from moe_tk.weights import gemm as gemm_weights
 from moe_tk.weights import shard_weights
 from tests.cuda.checks import Case, Data, Ranks, poisoned_call
 

@@ -16,8 +16,9 @@ from torch.library import opcheck
 from moe_tk import ops, reference
 from moe_tk.errors import ArgumentError, MoETkError, PeerRefused
 from moe_tk.memory.layout import end_of
-from moe_tk.ops import cuda_sessions, functional, gemm_weights
+from moe_tk.ops import cuda_sessions, functional
 from moe_tk.schedule import Tables, build_tables
+from moe_tk.weights import gemm as gemm_weights
 from tests.cuda.checks import Case, Ranks
 from tests.cuda.checks_fp8 import BUDGET, E4M3, EXACT_BUDGET, ScaledData, fp8_layer, oracle
 from tests.cuda.checks_ops import alone, both, poison

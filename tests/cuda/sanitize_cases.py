@@ -22,8 +22,8 @@ import torch
 import torch.distributed as dist
 
 from moe_tk import ops
-from moe_tk.ops.gemm_weights import quantise_rows
 from moe_tk.planner import FUSED_VARIANTS
+from moe_tk.weights.gemm import quantise_rows
 from tests.cuda.checks import BUDGET, Case, Data, Ranks
 from tests.cuda.checks_dense_fp8 import ScaledDense
 from tests.cuda.checks_fp8 import ScaledData, fp8_layer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moe_tk.ops import gemm_weights
+from moe_tk.weights import gemm as gemm_weights
 
 FORMS = {"swiglu": (1.0, 0.0, None), "clamped": (1.0, 0.0, 1.5), "gpt-oss": (1.702, 1.0, 2.0)}
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from moe_tk.errors import ArgumentError
-from moe_tk.ops.gemm_weights import gate_up_order, interleave_gate_up, quantise_weights, scale_pairs
 from moe_tk.runtime.gemm_tiles import POLICY_EVICT_FIRST, choose_tile
+from moe_tk.weights.gemm import gate_up_order, interleave_gate_up, quantise_weights, scale_pairs
 
 
 def pick(dtype="bf16", **changes):

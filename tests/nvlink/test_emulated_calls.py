@@ -17,9 +17,9 @@ from emulated import Arguments, Emulation, Rank
 from torch import Tensor
 
 from moe_tk.memory.nvlink_layout import JOB_CHUNK, ROW_BLOCKS
-from moe_tk.ops.gemm_weights import quantise_rows
 from moe_tk.schedule import Tables, build_tables
 from moe_tk.schedule.orders import task_order
+from moe_tk.weights.gemm import quantise_rows
 
 E4M3 = torch.float8_e4m3fn
 TABLES = ("expert_offsets", "slot_pair", "block_target", "block_group", "job_order", "chunk_expected",

@@ -14,9 +14,9 @@ from moe_tk.cuda_layer import CudaMoELayer
 from moe_tk.errors import ArgumentError, ArgumentTypeError
 from moe_tk.memory.layout import ALIGNMENT
 from moe_tk.memory.nvlink_layout import NvlinkGeometry, nvlink_estimate, row_items, symmetric_items
-from moe_tk.ops import gemm_weights
 from moe_tk.ops.grouped_gemm import grouped_gemm
 from moe_tk.runtime.nvlink_fp8 import layer_weights
+from moe_tk.weights import gemm as gemm_weights
 
 E4M3 = torch.float8_e4m3fn
 

@@ -13,9 +13,10 @@ from moe_tk.errors import ArgumentError, ArgumentTypeError
 from moe_tk.group import SINGLE
 from moe_tk.memory.nvlink_layout import NvlinkGeometry, symmetric_items, table_items
 from moe_tk.memory.nvlink_ops_layout import RoutedOpsGeometry, routed_row_items
-from moe_tk.ops import cuda_checks, gemm_weights
+from moe_tk.ops import cuda_checks
 from moe_tk.planner import FUSED_VARIANTS
 from moe_tk.runtime.nvlink_ops import RoutedOpsWorkspace
+from moe_tk.weights import gemm as gemm_weights
 
 
 def geometry(**changes) -> RoutedOpsGeometry:

@@ -1,4 +1,4 @@
-"""Weights as the kernels want them: which part belongs to a rank, and other checkpoints' layouts turned into ours."""
+"""Which part of the weights belongs to a rank, and other checkpoints' layouts turned into ours."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from torch import Tensor
 
 from moe_tk.arguments import check_tensor
 from moe_tk.errors import ArgumentError, ArgumentTypeError
-from moe_tk.ops.gemm_weights import SCALE_BLOCK, interleave_gate_up, quantise_weights, scale_pairs
 from moe_tk.sizes import check_multiple
+from moe_tk.weights.gemm import SCALE_BLOCK, interleave_gate_up, quantise_weights, scale_pairs
 
 E4M3 = torch.float8_e4m3fn
 WHY_MULTIPLE = f"e4m3: a scale covers {SCALE_BLOCK} columns"
