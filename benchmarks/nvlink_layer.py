@@ -23,10 +23,10 @@ import torch.distributed as dist
 import moe_tk
 from moe_tk import reference
 from moe_tk.bench.shapes import SHAPES
-from moe_tk.runtime.nvlink_fp8 import quantised
 from moe_tk.runtime.nvlink_session import GATHER, OPEN, SCATTER
 from moe_tk.weights import shard_weights
 from moe_tk.weights.gemm import dequantise_rows, dequantise_weights, quantise_rows
+from moe_tk.weights.scaled import quantised
 
 STAGES = {"open": OPEN, "open_gather": OPEN | GATHER, "all": OPEN | GATHER | SCATTER, "gemm1": GATHER, "gemm2": SCATTER}
 CHECKED_TOKENS = 64

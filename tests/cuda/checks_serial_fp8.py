@@ -9,9 +9,9 @@ import torch
 from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.nvlink_session import COMBINE, GEMM1, GEMM2, OPEN, PULL
 from tests.cuda import checks_fp8
-from tests.cuda.checks import Case, Ranks
+from tests.cuda.checks import Case, Ranks, poisoned_call
 from tests.cuda.checks_fp8 import LAYER_CASES, SMALL, ScaledData, fp8_layer
-from tests.cuda.checks_serial import call, half_serial, with_pattern
+from tests.cuda.checks_serial import half_serial, with_pattern
 
 
 def placed_rows(ranks: Ranks) -> None:
@@ -51,10 +51,10 @@ def against_reference(ranks: Ranks) -> None:
             data.load(serial)
             data.load(fused)
             args = data.mine()
-            out = call(serial, ranks, args)
+            out = poisoned_call(serial, ranks, args)
             data.check(serial, out, args, f"{case} seed {seed}")
-            assert torch.equal(out, call(serial, ranks, args)), f"{case} seed {seed}: not bitwise equal when repeated"
-            assert torch.equal(out, call(fused, ranks, args)), f"{case} seed {seed}: not bitwise equal to the fused pattern"
+            assert torch.equal(out, poisoned_call(serial, ranks, args)), f"{case} seed {seed}: not bitwise equal when repeated"
+            assert torch.equal(out, poisoned_call(fused, ranks, args)), f"{case} seed {seed}: not bitwise equal to the fused one"
 
 
 def every_tile(ranks: Ranks) -> None:
@@ -64,7 +64,7 @@ def every_tile(ranks: Ranks) -> None:
     args = data.mine()
     fused = fp8_layer(case, ranks, pattern="two_kernel")
     data.load(fused)
-    want = call(fused, ranks, args)
+    want = poisoned_call(fused, ranks, args)
     data.check(fused, want, args, "two_kernel")
     for first, second in ((a, b) for a, one in enumerate(tiles) for b, two in enumerate(tiles)
                           if one["activates"] and one["row_block"] == two["row_block"]):
@@ -72,7 +72,7 @@ def every_tile(ranks: Ranks) -> None:
         data.load(layer)
         layer._calls._plain_fields[len(args[0])] = {"passes": 1, "gemm1_tile": first, "gemm1_policy": first % 2,
                                                     "gemm2_tile": second, "gemm2_policy": second % 2}
-        assert torch.equal(call(layer, ranks, args), want), f"{tiles[first]['name']} and {tiles[second]['name']}"
+        assert torch.equal(poisoned_call(layer, ranks, args), want), f"{tiles[first]['name']} and {tiles[second]['name']}"
 
 
 def one_stage_at_a_time(ranks: Ranks) -> None:
@@ -80,7 +80,7 @@ def one_stage_at_a_time(ranks: Ranks) -> None:
     data, layer = ScaledData(SMALL, ranks), fp8_layer(SMALL, ranks, pattern="serial")
     data.load(layer)
     args = data.mine()
-    want = call(layer, ranks, args)
+    want = poisoned_call(layer, ranks, args)
     out = torch.full_like(want, float("nan"))
     ranks.meet()
     layer.session.workspace.poison()
@@ -99,7 +99,7 @@ def mixed_patterns(ranks: Ranks) -> None:
         args = data.mine()
         for layer in (serial, fused):
             data.load(layer)
-        want = call(fused, ranks, args)
+        want = poisoned_call(fused, ranks, args)
         data.check(fused, want, args, str(case))
         outputs = []
         for turn in range(20):  # no wait between them: neither pattern may touch what the other still reads
