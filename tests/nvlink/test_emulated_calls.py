@@ -348,6 +348,41 @@ def test_every_slot_of_a_serial_call_has_its_row(library, dtype, hidden, world, 
             check_slots(rank, arguments)
 
 
+def sums_of(ranks: list[Rank], a: Arguments, before_l2: bool) -> Tensor:
+    """[T, H] bfloat16, bit by bit: choices in their order in float32, each rank's part rounded, parts added in rank order."""
+    total = torch.zeros(len(a.x), ranks[0].geometry.hidden)
+    for g in (rank.geometry for rank in ranks):
+        x, part = a.x.float()[:, torch.arange(g.hidden) % g.padded_intermediate % g.hidden], torch.zeros_like(total)
+        for choice in range(g.top_k):
+            id, weight = a.ids[:, choice], a.weights[:, choice].float()
+            here = ((id >= g.first_expert) & (id < g.first_expert + g.num_local_experts))[:, None]
+            factor = (1 + id % 3).float() * (weight if before_l2 else 1.0)
+            row = (x * factor[:, None]).bfloat16().float() * (1.0 if before_l2 else weight[:, None])
+            part = torch.where(here, part + row, part)
+        total = total + part.bfloat16().float()
+    return total.bfloat16()
+
+
+@pytest.mark.parametrize("before_l2", [0, 1])
+@pytest.mark.parametrize("world, top_k, hidden", [(1, 3, 520), (2, 8, 264), (3, 6, 1032), (4, 30, 136)])
+def test_sums_are_rounded_and_added_in_rank_order(library, world, top_k, hidden, before_l2):
+    """Also an own token's, whose part of this rank goes through no plane; in the fused pattern and in the serial one."""
+    draw = random.Random(world)
+    emulation = Emulation(library, **sizes(world, 25, top_k, 32, hidden, hidden, "ep", 1))
+    for call in range(2):
+        arguments = []
+        for rank in emulation.ranks:
+            a = draw_arguments(draw, rank, 32, bool(before_l2))
+            a.x = torch.randn(a.x.shape).bfloat16()
+            # Powers of two, so that products are exact, and far apart, so that the order of the ranks is seen.
+            a.weights = torch.exp2(14.0 * torch.randint(-1, 2, a.weights.shape)) * (2.0 * torch.randint(0, 2, a.weights.shape) - 1)
+            a.options.update(weights_before_l2=before_l2)
+            arguments.append(a)
+        outs = emulation.call(arguments, 31 * world + call)
+        for a, out in zip(arguments, outs, strict=True):
+            assert torch.equal(out, sums_of(emulation.ranks, a, bool(before_l2)))
+
+
 def test_batches_of_many_jobs(library):
     """More work than ENOUGH_ITEMS: jobs and tokens are taken several at a time, and early."""
     emulation, draw = Emulation(library, **sizes(2, 1100, 2, 5, 1032, 2064, "tp", 1)), random.Random(1)
