@@ -2,7 +2,7 @@
 # Everything about the layer over NVLink that wants two GPUs, in one go; goes on when a part fails. Run from the root of the checkout.
 #   benchmarks/run_all_h200.sh [OUT [PART...]]    results go to OUT (default: $OUT, else gpu_out); default: all parts in this order
 # build (90 s), checks (60 s), layer (30 s), patterns (35 s), bench (50 s), attribute (60 s), routings (60 s, and 20 s for each of
-# ROUTING_FILES="FILE:SHAPE .."), fp8 (25 s), patterns_fp8 (80 s), dense (20 s), trace (50 s), suite (300 s), sanitize (140 s); the
+# ROUTING_FILES="FILE:SHAPE .."), fp8 (25 s), patterns_fp8 (80 s), dense (20 s), trace (50 s), suite (300 s), sanitize (160 s); the
 # seconds are limits, for what build has built. A copy without git takes its commit from MOE_TK_COMMIT.
 set -u
 out=$(mkdir -p "${1:-${OUT:-gpu_out}}" && cd "${1:-${OUT:-gpu_out}}" && pwd)
@@ -56,11 +56,14 @@ all_of() { # all_of PROCESS...: the status of one that failed, or 0
     for process in "$@"; do wait "$process" || status=$?; done
     return $status
 }
+for_racecheck() { NVCC_APPEND_FLAGS=-DMOE_TK_RACECHECK MOE_TK_CACHE_DIR=$cache "$@"; }  # gemm_config.cuh says why
 sanitize() {  # two tools side by side, each on a GPU of its own; then one on both ranks
-    local store status=0
-    store=$(mktemp -u)
+    local store status=0 first cache
+    store=$(mktemp -u) cache=$(mktemp -d)
+    for_racecheck timeout 90 "$python" -c "from moe_tk.runtime.nvlink import nvlink_module; nvlink_module()"
     CUDA_VISIBLE_DEVICES=0 sanitized memcheck 60 0 & first=$!
-    CUDA_VISIBLE_DEVICES=1 sanitized racecheck 60 1 --small & all_of $first $! || status=$?
+    CUDA_VISIBLE_DEVICES=1 for_racecheck sanitized racecheck 60 1 --small & all_of $first $! || status=$?
+    rm -rf "$cache"
     sanitized memcheck 40 0 0 2 "$store" & first=$!
     sanitized memcheck 40 1 1 2 "$store" & all_of $first $! || status=$?
     return $status

@@ -7,6 +7,14 @@ namespace moe_tk {
 
 constexpr int WEIGHT_TILE_ROWS = 256;
 
+// Arrivals with which a consumer warp gives a stage back: of one lane, behind __syncwarp. compute-sanitizer's racecheck does not follow
+// what the other lanes have read that far, so for it all lanes arrive.
+#ifdef MOE_TK_RACECHECK
+constexpr int WARP_ARRIVALS = kittens::WARP_THREADS;
+#else
+constexpr int WARP_ARRIVALS = 1;
+#endif
+
 // BLOCK_M x BLOCK_N output tile, computed by WGS_M x WGS_N consumer warpgroups of 64 rows each. A stage holds PANELS panels
 // of 128 bytes of K.
 template <class T_, int BM, int BN, int STAGES_, int WGS_M_, int WGS_N_, int CLUSTER_, int OUT_STAGES_ = 2, int PANELS_ = 1>

@@ -93,7 +93,7 @@ template <class Cfg, class Out> constexpr int shared_bytes() {
 template <class Cfg, class Shared> __device__ __forceinline__ void init_semaphores(Shared &s) {
     for (int i = 0; i < Cfg::STAGES; ++i) {
         init_semaphore(s.inputs_arrived[i], Cfg::LOADERS);  // the loader, with the bytes
-        init_semaphore(s.inputs_finished[i], Cfg::CONSUMER_WARPS * Cfg::CLUSTER);
+        init_semaphore(s.inputs_finished[i], WARP_ARRIVALS * Cfg::CONSUMER_WARPS * Cfg::CLUSTER);
     }
     for (int w = 0; w < Cfg::CONSUMER_WGS; ++w)
         for (int i = 0; i < Cfg::OUT_STAGES; ++i) {

@@ -16,7 +16,9 @@ template <class Cfg, class Shared> __device__ __forceinline__ void finish_inputs
     const int lane = laneid();
     if constexpr (Cfg::SCALED) __syncwarp();  // every lane has read its scales
     if constexpr (Cfg::CLUSTER == 1) {
-        if (lane == 0) arrive(s.inputs_finished[stage]);
+        if (lane < WARP_ARRIVALS) arrive(s.inputs_finished[stage]);
+    } else if constexpr (WARP_ARRIVALS > 1) {
+        for (int block = 0; block < Cfg::CLUSTER; ++block) tma::cluster::arrive(s.inputs_finished[stage], block);
     } else if (lane < Cfg::CLUSTER) {
         tma::cluster::arrive(s.inputs_finished[stage], lane);
     }
