@@ -23,7 +23,7 @@ template <class T> struct gather_params {
 };
 
 // Where a row lies: in bf16 its address. In e4m3, where all rows lie in this rank's segment, what is before it there, in units of 16
-// bytes: one instruction makes an address of it. `base` is the same for all rows.
+// bytes (so it may be 64 GiB): one instruction makes an address of it. `base` is the same for all rows.
 template <class T> struct row_place {
     uint64_t address;
     __device__ __forceinline__ static row_place of(const uint8_t *row, const uint8_t *) { return {reinterpret_cast<uint64_t>(row)}; }
