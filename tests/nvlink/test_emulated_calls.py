@@ -145,7 +145,7 @@ def run_calls(library, seed: int, calls: int, **geometry) -> None:
 def draw_table_sizes(draw: random.Random) -> dict:
     """Anything that a workspace takes, small in all at once."""
     world, top_k = draw.choice((1, 2, 2, 3, 8, 1, 2, 32)), draw.choice((1, 2, 3, 5, 6, 8, 8, 10, 17, 32))
-    tokens = max(1, draw.choice((1, 40, 300, 3000, 20000 // min(world, 6))) // (world * top_k))
+    tokens = max(1, draw.choice((1, 40, 300, 3000, 9000 // min(world, 6))) // (world * top_k))
     experts, mode = draw.choice((1, 2, 7, 64, 130, 1024)), draw.choice(("ep", "tp"))
     local = experts if mode == "tp" else -(-experts // world)
     segments = min(draw.choice((1, 1, 2, 5, 40)), 1536 // local)
@@ -195,7 +195,7 @@ def few_threads(tmp_path_factory, library):
     return emulated.build(tmp_path_factory.mktemp("few_threads"), emulated.FEW_THREADS)[0]
 
 
-@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.parametrize("seed", range(24))
 def test_tables_of_any_sizes(few_threads, seed):
     """One builder and eight, one sender and eight, pairs at once and in rounds, drawn by every rank for itself."""
     run_tables(few_threads, seed, **draw_table_sizes(random.Random(seed)))
