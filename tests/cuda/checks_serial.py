@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -128,27 +129,16 @@ def half_serial(ranks: Ranks) -> Ranks:
     return with_pattern(ranks, "serial" if ranks.rank % 2 == 0 else "two_kernel")
 
 
-def back_to_back(ranks: Ranks) -> None:
-    """Many calls without waiting, serial on even ranks and fused on odd ones."""
-    checks.back_to_back(half_serial(ranks))
+def serial(check: Callable[[Ranks], None]) -> Callable[[Ranks], None]:
+    """`check` with layers of the serial pattern."""
+    return lambda ranks: check(with_pattern(ranks, "serial"))
 
 
-def graphs(ranks: Ranks) -> None:
-    """Graphs of the serial pattern in random order with eager calls."""
-    checks.graphs(with_pattern(ranks, "serial"))
+def mixed(check: Callable[[Ranks], None]) -> Callable[[Ranks], None]:
+    """`check` with layers that are serial on even ranks and fused on odd ones."""
+    return lambda ranks: check(half_serial(ranks))
 
 
-def refusals(ranks: Ranks) -> None:
-    checks.refusals(with_pattern(ranks, "serial"))
-
-
-def late_rank(ranks: Ranks) -> None:
-    checks.late_rank(with_pattern(ranks, "serial"))
-
-
-def missing_rank(ranks: Ranks) -> None:
-    checks.missing_rank(with_pattern(ranks, "serial"))
-
-
-def dead_rank(ranks: Ranks) -> None:
-    checks.dead_rank(with_pattern(ranks, "serial"))
+back_to_back = mixed(checks.back_to_back)
+graphs, refusals, late_rank, missing_rank, dead_rank = map(
+    serial, (checks.graphs, checks.refusals, checks.late_rank, checks.missing_rank, checks.dead_rank))

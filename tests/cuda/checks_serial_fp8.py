@@ -8,10 +8,9 @@ import torch
 
 from moe_tk.runtime.nvlink import nvlink_module
 from moe_tk.runtime.nvlink_session import COMBINE, GEMM1, GEMM2, OPEN, PULL
-from tests.cuda import checks_fp8
+from tests.cuda import checks_fp8, checks_serial
 from tests.cuda.checks import Case, Ranks, poisoned_call
 from tests.cuda.checks_fp8 import LAYER_CASES, SMALL, ScaledData, fp8_layer
-from tests.cuda.checks_serial import half_serial, with_pattern
 
 
 def placed_rows(ranks: Ranks) -> None:
@@ -109,19 +108,5 @@ def mixed_patterns(ranks: Ranks) -> None:
         assert all(torch.equal(out, want) for out in outputs), case
 
 
-def given_scales(ranks: Ranks) -> None:
-    checks_fp8.given_scales(with_pattern(ranks, "serial"))
-
-
-def back_to_back(ranks: Ranks) -> None:
-    """500 calls without waiting, with changing T, none too: serial on even ranks and fused on odd ones."""
-    checks_fp8.back_to_back(half_serial(ranks))
-
-
-def graphs(ranks: Ranks) -> None:
-    """Graphs of the serial pattern in random order with eager calls."""
-    checks_fp8.graphs(with_pattern(ranks, "serial"))
-
-
-def refusals(ranks: Ranks) -> None:
-    checks_fp8.refusals(with_pattern(ranks, "serial"))
+back_to_back = checks_serial.mixed(checks_fp8.back_to_back)
+given_scales, graphs, refusals = map(checks_serial.serial, (checks_fp8.given_scales, checks_fp8.graphs, checks_fp8.refusals))
