@@ -1,10 +1,11 @@
-"""The ops over NVLink without a GPU."""
+"""The back end over NVLink without a GPU: sessions that launch nothing, and the emulated machine."""
 
 from __future__ import annotations
 
 import contextlib
 from types import SimpleNamespace
 
+import emulated
 import pytest
 from scaled_calls import FakeSession
 
@@ -25,3 +26,12 @@ def sessions(monkeypatch):
         monkeypatch.setattr(module, "one_call", lambda *a: contextlib.nullcontext((held, 1.0)))
         monkeypatch.setattr(module, "checked", lambda op, held, seconds, check: check())
     return made
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory):
+    """The emulator's."""
+    loaded, why_not = emulated.build(tmp_path_factory.mktemp("emulator"))
+    if loaded is None:
+        pytest.skip(why_not)
+    return loaded

@@ -3,278 +3,34 @@ Tables against the golden ones, results against a formula, memory between guards
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
-from collections.abc import Callable
-from pathlib import Path
 
 import emulated
 import pytest
 import torch
 from emulated import Arguments, Emulation, Rank
+from emulated_runs import (
+    E4M3,
+    FAILED,
+    SIZES,
+    VOID_REASON,
+    check_result,
+    check_tables,
+    draw_arguments,
+    draw_options,
+    golden,
+    run_calls,
+    sizes,
+    values_of,
+)
 from torch import Tensor
 
-from moe_tk.memory.nvlink_layout import JOB_CHUNK, ROW_BLOCKS
-from moe_tk.schedule import Tables, build_tables
-from moe_tk.schedule.orders import task_order
 from moe_tk.weights.gemm import quantise_rows
-
-E4M3 = torch.float8_e4m3fn
-TABLES = ("expert_offsets", "slot_pair", "block_target", "block_group", "job_order", "chunk_expected",
-          "expert_load", "token_counts")
-FAILED, VOID_REASON = 0, 1
-LITTLE_SHARED = 8 * 1024  # open_call takes pairs in rounds
-
-
-@pytest.fixture(scope="module")
-def library(tmp_path_factory):
-    loaded, why_not = emulated.build(tmp_path_factory.mktemp("emulator"))
-    if loaded is None:
-        pytest.skip(why_not)
-    return loaded
-
-
-def draw_options(draw: random.Random, quantised: bool, max_segments: int) -> dict[str, int]:
-    """What a rank chooses for itself."""
-    serial = draw.random() < 0.3
-    build = {"shared_bytes": draw.choice((227 * 1024, LITTLE_SHARED)),
-             "one_sender_pairs": draw.choice((0, 10**6)), "one_builder_pairs": draw.choice((0, 10**6))}
-    return {**build, "serial": serial, "row_block": draw.choice(ROW_BLOCKS),
-            "gather_cols": 256 if quantised else draw.choice((128, 256)),
-            "scatter_cols": draw.choice((128, 256)), "passes": 1 if serial else draw.randint(1, 4),
-            "segments": draw.randint(1, max_segments), "cluster": draw.choice((1, 2))}
-
-
-def draw_arguments(draw: random.Random, rank: Rank, most_expert: int, before_l2: bool) -> Arguments:
-    """T is none, all, or any; ids -1 and E are skipped; small numbers, so that bf16 sums are exact."""
-    g = rank.geometry
-    torch.manual_seed(draw.getrandbits(30))
-    tokens = draw.choice((0, g.max_tokens, draw.randint(0, g.max_tokens)))
-    x = torch.randint(-3, 4, (tokens, g.hidden)).bfloat16()
-    scales = None
-    if g.quantised:
-        x = torch.randn(tokens, g.hidden).bfloat16()
-        if draw.random() < 0.4:
-            x, scales = quantise_rows(x)
-            scales = scales.t().contiguous()
-    ids = torch.randint(-1, most_expert + 1, (tokens, g.top_k), dtype=draw.choice((torch.int32, torch.int64)))
-    weights = torch.tensor([0.5, 1.0, 2.0])[torch.randint(0, 3, (tokens, g.top_k))]
-    options = {**draw_options(draw, g.quantised, g.max_segments), "weights_before_l2": before_l2}
-    return Arguments(x, scales, ids, weights.to(draw.choice((torch.float32, torch.bfloat16))), options)
-
-
-def golden(rank: Rank, arguments: list[Arguments], options: dict[str, int]) -> Tables:
-    g = rank.geometry
-    ids = torch.full((g.world * g.max_tokens, g.top_k), -1, dtype=torch.int64)
-    for source, a in enumerate(arguments):
-        ids[source * g.max_tokens:source * g.max_tokens + len(a.x)] = a.ids
-    return build_tables(ids, token_counts=[len(a.x) for a in arguments], world=g.world, rank=g.rank, mode=g.mode,
-                        num_experts=g.num_experts, row_block=options["row_block"], segments=options["segments"],
-                        job_chunk=JOB_CHUNK, impl="golden")
-
-
-def check_tables(rank: Rank, arguments: list[Arguments]) -> None:
-    g, mine = rank.geometry, arguments[rank.geometry.rank]
-    want = golden(rank, arguments, mine.options)
-    columns = -(-2 * g.padded_intermediate // mine.options["gather_cols"]), -(-g.hidden // mine.options["scatter_cols"])
-    blocks = len(want.block_group)
-    assert rank.table("counts").tolist() == [len(want.slot_pair), blocks, len(want.job_order), *(blocks * c for c in columns)]
-    expected = {name: getattr(want, name) for name in TABLES}
-    per_step = 256 // mine.options["scatter_cols"]
-    expected |= {"tasks1": task_order(want, columns[0]), "tasks2": task_order(want, columns[1], mine.options["passes"], per_step)}
-    for name, table in expected.items():
-        assert torch.equal(rank.table(name)[:table.numel()], table.reshape(-1).int()), name
-    assert torch.equal(rank.table("contributors", torch.int64)[:len(mine.x)], want.contributors[:len(mine.x)])
-    slots, weights = rank.table("slots").view(g.world, g.max_tokens, g.top_k), torch.zeros(g.world, g.max_tokens, g.top_k)
-    for source, a in enumerate(arguments):
-        weights[source, :len(a.x)] = a.weights.float()
-        assert torch.equal(slots[source, :len(a.x)], want.slots.view_as(slots)[source, :len(a.x)])
-    real = want.slot_pair >= 0
-    assert torch.equal(rank.table("slot_weight", torch.float32)[:len(real)][real], weights.view(-1)[want.slot_pair[real].long()])
-
-
-def values_of(a: Arguments, quantised: bool) -> Tensor:
-    """[T, H] float32: the rows as the GEMM sees them."""
-    if not quantised or len(a.x) == 0:
-        return a.x.float()
-    rows, scales = (a.x, a.scales) if a.scales is not None else (lambda q, s: (q, s.t()))(*quantise_rows(a.x))
-    return rows.float() * scales.repeat_interleave(128, 1)
-
-
-def check_result(ranks: list[Rank], a: Arguments, out: Tensor) -> None:
-    """Against sum over ranks and choices of weight * (1 + expert mod 3) * x[c mod I mod H]."""
-    x, want = values_of(a, ranks[0].geometry.quantised), torch.zeros(out.shape)
-    for g in (rank.geometry for rank in ranks):
-        here = (a.ids >= g.first_expert) & (a.ids < g.first_expert + g.num_local_experts)
-        factor = (a.weights.float() * (1 + a.ids % 3) * here).sum(1, keepdim=True)
-        want += factor * x[:, torch.arange(g.hidden) % g.padded_intermediate % g.hidden]
-    largest = max(1.0, float(want.abs().max())) if want.numel() else 1.0
-    assert not out.isnan().any()
-    assert torch.allclose(out.float(), want, rtol=0, atol=(0.1 if ranks[0].geometry.quantised else 0.02) * largest)
-
-
-def run_calls(library, seed: int, calls: int, **geometry) -> None:
-    """Calls one after the other on one workspace, some with poisoned rows, some refused by a rank."""
-    draw = random.Random(seed)
-    emulation = Emulation(library, **geometry)
-    ranks, experts = emulation.ranks, geometry["num_experts"]
-    for call in range(calls):
-        most = draw.choice((experts, max(1, experts // 4), 1))
-        arguments = [draw_arguments(draw, rank, most, call % 2 == 0) for rank in ranks]
-        if draw.random() < 0.5:
-            for rank in ranks:
-                rank.poison()
-        refuses = draw.randrange(len(ranks)) if draw.random() < 0.15 else None
-        if refuses is not None:
-            a = arguments[refuses]
-            a.x, a.ids, a.weights, a.scales = a.x[:0], a.ids[:0], a.weights[:0], None
-            a.options.update(refused=1, only_open=1)
-        outs = emulation.call(arguments, seed + call)
-        for rank, a, out in zip(ranks, arguments, outs, strict=True):
-            assert rank.mailbox[FAILED] == 0 and bool(rank.mailbox[VOID_REASON]) == (refuses is not None)
-            rank.mailbox.zero_()
-            if refuses is not None:
-                assert out.isnan().all() and rank.table("counts").tolist() == [0] * 5
-            else:
-                check_tables(rank, arguments)
-                check_result(ranks, a, out)
-
-
-def draw_table_sizes(draw: random.Random) -> dict:
-    """Anything that a workspace takes, small in all at once."""
-    world, top_k = draw.choice((1, 2, 2, 3, 8, 1, 2, 32)), draw.choice((1, 2, 3, 5, 6, 8, 8, 10, 17, 32))
-    tokens = max(1, draw.choice((1, 40, 300, 3000, 9000 // min(world, 6))) // (world * top_k))
-    experts, mode = draw.choice((1, 2, 7, 64, 130, 1024)), draw.choice(("ep", "tp"))
-    local = experts if mode == "tp" else -(-experts // world)
-    segments = min(draw.choice((1, 1, 2, 5, 40)), 1536 // local)
-    return sizes(world, tokens, top_k, experts, draw.choice((8, 1288)), 72 * world, mode, segments)
-
-
-def run_tables(library, seed: int, **geometry) -> None:
-    """Two calls on one workspace that stop when their tables are there."""
-    draw = random.Random(seed)
-    emulation, experts = Emulation(library, **geometry), geometry["num_experts"]
-    for call in range(2):
-        most = draw.choice((experts, experts, max(1, experts // 4), 1))
-        arguments = [draw_arguments(draw, rank, most, True) for rank in emulation.ranks]
-        for rank, a in zip(emulation.ranks, arguments, strict=True):
-            a.options["only_open"] = 1
-            groups = a.options["segments"] * rank.geometry.num_local_experts
-            little = max(LITTLE_SHARED, (8 + groups // 8) * 1024)  # four warps have some steps
-            a.options["shared_bytes"] = draw.choice((227 * 1024, little))
-        emulation.call(arguments, seed + call)
-        for rank in emulation.ranks:
-            assert rank.mailbox[FAILED] == 0 == rank.mailbox[VOID_REASON]
-            check_tables(rank, arguments)
-
-
-def sizes(world: int, tokens: int, top_k: int, experts: int, hidden: int, inter: int, mode: str, segments: int) -> dict:
-    return dict(world=world, max_tokens=tokens, top_k=top_k, num_experts=experts, hidden=hidden, intermediate_size=inter, mode=mode,
-                max_segments=segments)
-
-
-FP8 = dict(dtype="float8_e4m3fn")
-SIZES = [  # I of each rank is not below H: with fewer columns the rest of a row would not come to the result
-    sizes(1, 33, 5, 7, 264, 297, "ep", 1), sizes(2, 130, 8, 7, 1288, 1288, "ep", 3), sizes(2, 20, 32, 64, 8, 18, "tp", 1),
-    sizes(3, 70, 4, 2, 2056, 2064, "ep", 2), sizes(2, 50, 4, 6, 1160, 1160, "ep", 1),  # one tile of 128 in the last step, and two
-    sizes(1, 40, 3, 5, 2176, 2176, "ep", 1) | FP8,
-    sizes(2, 60, 6, 13, 4096, 4096, "ep", 2) | FP8, sizes(2, 31, 8, 5, 384, 768, "tp", 1) | FP8,
-    sizes(2, 20, 2, 5, 6272, 6272, "ep", 1) | FP8,  # scales of a row in two pieces of it
-]
 
 
 @pytest.mark.parametrize("index", range(len(SIZES)))
 def test_calls_of_all_ranks(library, index):
     run_calls(library, seed=100 + index, calls=3, **SIZES[index])
-
-
-@pytest.fixture(scope="module")
-def few_threads(tmp_path_factory, library):
-    return emulated.build(tmp_path_factory.mktemp("few_threads"), emulated.FEW_THREADS)[0]
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_tables_of_any_sizes(few_threads, seed):
-    """One builder and eight, one sender and eight, pairs at once and in rounds, drawn by every rank for itself."""
-    run_tables(few_threads, seed, **draw_table_sizes(random.Random(seed)))
-
-
-EXCHANGE, BUILD = "exchange.cuh", "sort_pairs.cuh"
-SYNC = "    __syncthreads();"
-LEFT_OUT = {  # file, text, other text
-    "nothing": None,
-    "the first barrier": (EXCHANGE, "    cluster_barrier(senders > 1 && me.warp == 0);", ""),
-    "the second barrier": (EXCHANGE, "    cluster_barrier(me.block == 0 && me.warp == 0);", SYNC),
-    "the third barrier": (BUILD, "    cluster_barrier(me.warp * 32 * groups_per_thread(g) < groups);", SYNC),
-    "a barrier of sums": (BUILD, "= sum[i];\n    }\n" + SYNC, "= sum[i];\n    }"),
-    "the end of counting": (BUILD, "count_warp(g, me, s, a, w, parity);\n" + SYNC, "count_warp(g, me, s, a, w, parity);"),
-    "the barrier in front of places": (BUILD, "        __syncthreads();  // a warp", "        // a warp"),
-    "the barrier behind places": (BUILD, "place_warp(g, me, s, a, w);\n    " + SYNC, "place_warp(g, me, s, a, w);"),
-    "the barrier between rounds": (BUILD, "break;\n    " + SYNC, "break;"),
-    "the first rounds": (BUILD, "if (!placed || round != block.first) {", "if (!placed) {"),
-    "what a round has placed": (BUILD, "        pass_round(g, me, a);", ""),
-    "one's own place": (BUILD, "[me.block * groups + group] = sum;", "[(me.block ^ 1) * groups + group] = sum;"),
-    "the ends of ranges": (BUILD, "{first, min(all, first + each)};", "{first, min(all, first + each + 1)};"),
-    "the ranks of a block": (BUILD, "while (of_all >= s.first_token[rank + 1] * k) ++rank;", ""),
-    "earlier jobs of a warp": (BUILD, "uint16_t(before.lasts);", "uint16_t(0);"),
-    "the ends of chunks": (BUILD, "(chunk + 1) * c.job_chunk)", "(chunk + 1) * c.job_chunk + 1)"),
-    "the rest of a step": (BUILD, "            from = last;  //", "            //"),
-}
-
-
-def run_all_tables(folder: str) -> None:
-    emulated.NOBODY_MOVES = 100_000
-    library = emulated.load(Path(folder))
-    for seed in range(80):  # few groups, and more than threads of a block
-        chosen = sizes(2, 40, 8, 200, 8, 144, "tp", 1) if seed % 2 else sizes(2, 100 + seed, 8, 7, 8, 144, "ep", 2)
-        run_tables(library, seed, **chosen)
-
-
-def run_all_sizes(folder: str) -> None:
-    emulated.NOBODY_MOVES = 300_000
-    library = emulated.load(Path(folder))
-    for index, chosen in enumerate(SIZES):
-        run_calls(library, seed=100 + index, calls=3, **chosen)
-
-
-def ends_well(run: Callable[[str], None], folder: Path, *changes: tuple[str, str, str]) -> bool:
-    """Whether `run` does with changed kernels, in a process of its own, which may end in any way."""
-    emulated.build(folder, emulated.FEW_THREADS, *changes)
-    code = f"import test_emulated_calls as t; t.{run.__name__}({str(folder)!r})"
-    try:
-        return subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, timeout=120,
-                              env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}).returncode == 0
-    except subprocess.TimeoutExpired:  # a search in a table that is not there yet
-        return False
-
-
-@pytest.mark.parametrize("left_out", LEFT_OUT)
-def test_what_is_left_out_of_open_call_is_seen(library, tmp_path, left_out):
-    """Blocks and warps need their barriers: the tests above can fail."""
-    changes = () if left_out == "nothing" else (LEFT_OUT[left_out],)
-    assert ends_well(run_all_tables, tmp_path, *changes) == (left_out == "nothing")
-
-
-TILES, SIZE = "(hidden + block_cols - 1) / block_cols, GROUP_COLS", "return uint32_t(first(group + 1) - first(group))"
-WRONG_COLUMNS = {  # text in column_work.hpp, other text
-    "nothing": ("", ""),
-    "the cut tile is not counted": (TILES, "hidden / block_cols, GROUP_COLS"),
-    "a cut step counts as a whole one": (TILES, "(hidden + GROUP_COLS - 1) / GROUP_COLS * 2, GROUP_COLS"),
-    "the last group is waited for without one tile": (SIZE, SIZE + " - (group == 3)"),
-    "tiles are counted for the next group": ("columns.of(col_block / per_step)", "columns.of((col_block + 1) / per_step)"),
-    "groups begin elsewhere than they are counted": ("return group * steps / groups;", "return (group * steps + 1) / groups;"),
-    "some columns of a group are in no slice": ("(index + 1) * steps / slices * SLICE_STEP)}",
-                                                "(index + 1) * (steps / slices) * SLICE_STEP)}"),
-}
-
-
-@pytest.mark.parametrize("wrong", WRONG_COLUMNS)
-def test_wrong_columns_are_seen(library, tmp_path, wrong):
-    """Who counts tiles and who waits for them take the number from one place: only a tile that comes late shows a wrong one."""
-    changes = () if wrong == "nothing" else (("column_work.hpp", *WRONG_COLUMNS[wrong]),)
-    assert ends_well(run_all_sizes, tmp_path, *changes) == (wrong == "nothing")
 
 
 BEFORE_ROWS = "    bool heard = true;\n"
