@@ -1,18 +1,14 @@
 // The list of combine_and_reduce over NVLink: two ranks, whose warps take jobs (sums for the other rank, which wait for this GPU's
-// tiles) and own tokens (which wait for the other rank's watermark) from one list each: jobs by column group, the tokens of a group
-// two groups later. Ranks may cut their work differently, and one of them may run the serial pattern. Memory is strong here: election
+// tiles) and own tokens (which wait for the other rank's watermark) from one list each: all jobs by column group, then all tokens.
+// Ranks may cut their work differently, and one of them may run the serial pattern. Memory is strong here: election
 // and watermark are in the model election.
 //
 //@ holds one_warp -DWARPS=1
 //@ holds two_warps
 //@ holds other_cuts -DOTHER_CUTS | rank 0 takes half a job at a time, rank 1 two jobs
 //@ holds serial_rank -DOTHER_CUTS -DSERIAL | rank 1 runs the serial pattern, where no tiles are waited for
-//@ holds many -DMANY | a warp with a job takes its next item before
-//@ holds many_one_warp -DMANY -DOTHER_CUTS -DWARPS=1
-//@ holds always_early -DMANY -DALWAYS_EARLY | not in the kernels: a warp takes its next item early with a token too. Slow, but no deadlock: whatever it holds back stands behind its token, so the group that is waited for falls from wait to wait
-//@ holds always_early_one_warp -DMANY -DALWAYS_EARLY -DWARPS=1 | the same
 //@ holds fails -DGROUPS=2 -DFAULT -DWARPS=1 | once some wait is given up, by its time or by the host
-//@ holds fails_many -DGROUPS=2 -DFAULT -DMANY -DOTHER_CUTS -DWARPS=1
+//@ holds fails_other_cuts -DGROUPS=2 -DFAULT -DOTHER_CUTS -DWARPS=1
 //@ holds dies -DGROUPS=2 -DDEATH -DWARPS=1 | rank 1 is lost at any time
 //@ refuted TOKENS_FIRST deadlock -DWARPS=1 | the tokens of a group stand before its jobs, and there are no more warps than such tokens
 //@ refuted DEAF deadlock -DGROUPS=2 -DFAULT -DWARPS=1 | waits do not look at the abort flag
@@ -42,7 +38,6 @@
 #define EXPECTED(r) 1
 #define TOKEN_ITEMS(r) 1
 #endif
-#define NONE 255
 #define SIZE(r) (GROUPS * (JOB_ITEMS(r) + TOKEN_ITEMS(r)))
 
 #ifdef COUNTED_BY_ITEMS
@@ -120,23 +115,10 @@ inline wait_for(word, remote) {
     fi
 }
 
-#ifdef MANY
-#ifdef ALWAYS_EARLY
-#define EARLY true
-#else
-#define EARLY is_job
-#endif
-#else
-#define EARLY false
-#endif
-
-// take_item, or what was taken early; and work_list::at
+// take_item and work_list::at
 inline next_place() {
     d_step {
-        if
-        :: held == NONE -> item = next_item[r]; next_item[r]++
-        :: held != NONE -> item = held; held = NONE
-        fi;
+        item = next_item[r]; next_item[r]++;
         left = item; g = 0; is_job = true;
         do
         :: item >= SIZE(r) -> break
@@ -145,26 +127,15 @@ inline next_place() {
         :: item < SIZE(r) && left >= TOKEN_ITEMS(r) && left < TOKEN_ITEMS(r) + JOB_ITEMS(r) -> break
         :: item < SIZE(r) && left >= TOKEN_ITEMS(r) + JOB_ITEMS(r) -> left = left - TOKEN_ITEMS(r) - JOB_ITEMS(r); g++
 #else
-        // step g: jobs of group g, then tokens of group g - 2
-        :: item < SIZE(r) && g < GROUPS && left < JOB_ITEMS(r) -> break
-        :: item < SIZE(r) && (g >= GROUPS || left >= JOB_ITEMS(r)) ->
-            if
-            :: g < GROUPS -> left = left - JOB_ITEMS(r)
-            :: else
-            fi;
-            if
-            :: g >= 2 && left < TOKEN_ITEMS(r) -> is_job = false; g = g - 2; break
-            :: g >= 2 && left >= TOKEN_ITEMS(r) -> left = left - TOKEN_ITEMS(r)
-            :: else
-            fi;
-            g++
+        // all jobs group by group, then all tokens
+        :: item < SIZE(r) && is_job && g < GROUPS && left < JOB_ITEMS(r) -> break
+        :: item < SIZE(r) && is_job && g < GROUPS && left >= JOB_ITEMS(r) -> left = left - JOB_ITEMS(r); g++
+        :: item < SIZE(r) && is_job && g >= GROUPS -> is_job = false; g = 0
+        :: item < SIZE(r) && !is_job && left < TOKEN_ITEMS(r) -> break
+        :: item < SIZE(r) && !is_job && left >= TOKEN_ITEMS(r) -> left = left - TOKEN_ITEMS(r); g++
 #endif
         od;
-        left = 0;
-        if
-        :: item < SIZE(r) && EARLY -> held = next_item[r]; next_item[r]++
-        :: else
-        fi
+        left = 0
     }
 }
 
@@ -226,7 +197,7 @@ inline reduce_tokens() {
 
 // A warp of combine_and_reduce
 proctype warp(bit r) {
-    byte item, held = NONE, g, left;
+    byte item, g, left;
     bool is_job, ok, given_up, computed;
 #ifdef FAULT
     r == 1 || gathered;
@@ -257,7 +228,7 @@ proctype warp(bit r) {
     :: !given_up
     fi;
 #endif
-    d_step { g = 0; held = 0; is_job = false; given_up = false; computed = false; finished[r]++ }
+    d_step { g = 0; is_job = false; given_up = false; computed = false; finished[r]++ }
 }
 
 // What the host finds when the launch is over

@@ -114,13 +114,13 @@ rank_work make_rank(int hidden, int top_k, const std::vector<int> &tokens, int r
 
 // `warps` warps of each rank take items in order and wait in them as combine_and_reduce does. Tiles come at any time, so a job may
 // always end; a warp that holds a token ends when all jobs of its chunks and group have ended on all ranks that owe them.
-void check_progress(const std::vector<rank_work> &ranks, int warps, bool takes_early) {
-    struct warp { int rank, item, next; };
+void check_progress(const std::vector<rank_work> &ranks, int warps) {
+    struct warp { int rank, item; };
     std::vector<warp> all;
     std::vector<int> dispenser(ranks.size());
     std::vector<std::map<std::tuple<int, int, int>, int>> done(ranks.size());  // of a rank, by (source, chunk, group): slices of jobs
     for (int r = 0; r < int(ranks.size()); ++r)
-        for (int w = 0; w < warps; ++w) all.push_back({r, dispenser[r]++, -1});
+        for (int w = 0; w < warps; ++w) all.push_back({r, dispenser[r]++});
     const auto may_end = [&](const warp &w) {
         const rank_work &work = ranks[w.rank];
         const work_list::place at = work.list.at(w.item);
@@ -148,21 +148,20 @@ void check_progress(const std::vector<rank_work> &ranks, int warps, bool takes_e
                 continue;
             }
             const work_list::place at = work.list.at(w.item);
-            if (takes_early && at.is_job && w.next < 0) w.next = dispenser[w.rank]++;
             if (may_end(w) && (!at.is_job || below(4) == 0)) {
                 if (at.is_job) {
                     const int first = at.index / work.job_cut.slices * work.job_cut.batch;
                     for (int j = first; j < std::min(int(work.jobs.size()), first + work.job_cut.batch); ++j)
                         ++done[w.rank][{work.jobs[j].source, work.jobs[j].token / JOB_CHUNK, at.group}];
                 }
-                w.item = w.next >= 0 ? w.next : dispenser[w.rank]++;
-                w.next = -1, moved = true;
+                w.item = dispenser[w.rank]++;
+                moved = true;
             } else if (at.is_job) {
                 moved = true;  // its tiles come some time
             }
             ++i;
         }
-        want(moved, "all warps of all ranks wait for each other", int(ranks.size()), warps, takes_early);
+        want(moved, "all warps of all ranks wait for each other", int(ranks.size()), warps);
     }
 }
 
@@ -187,8 +186,7 @@ int main() {
             for (int rank = 0; rank < int(call.tokens.size()); ++rank) ranks.push_back(make_rank(call.hidden, call.top_k, call.tokens, rank, percent));
             for (const rank_work &work : ranks) check_elections(work, call.hidden);
             if (call.tokens[0] > 1000) continue;
-            for (int warps : {1, 2, 7})
-                for (bool early : {false, true}) check_progress(ranks, warps, early);
+            for (int warps : {1, 2, 7}) check_progress(ranks, warps);
         }
     std::puts("ok");
 }

@@ -64,27 +64,23 @@ MOE_TK_FN column_slice slice_of(column_groups columns, int hidden, int group, in
     return {first + index * steps / slices * SLICE_STEP, std::min(last, first + (index + 1) * steps / slices * SLICE_STEP)};
 }
 
-// All work in one list, dispensed so that any number of warps helps: the jobs group by group, and the own tokens of each group
-// TOKENS_BEHIND groups later, when the other ranks have probably sent their part. Jobs wait for this GPU's tiles only and stand
-// before the tokens of their group on every rank, so no two ranks can wait for each other.
+// All work in one list, dispensed so that any number of warps helps: the jobs group by group, then the own tokens in the same way. Jobs
+// wait for this GPU's tiles only and stand before all tokens on every rank, so no two ranks can wait for each other, and no warp
+// waits for another rank's sums while there are some of its own to take.
 struct work_list {
-    static constexpr int TOKENS_BEHIND = 2;
     int groups, jobs, tokens;  // items of one column group
     struct place {
         bool is_job;
         int group, index;
     };
-    MOE_TK_FN int size() const { return groups * (jobs + tokens); }
+    MOE_TK_FN int all_jobs() const { return groups * jobs; }
+    MOE_TK_FN int size() const { return all_jobs() + groups * tokens; }
     MOE_TK_FN place at(int item) const {
         for (int step = 0;; ++step) {
-            if (step < groups) {
-                if (item < jobs) return {true, step, item};
-                item -= jobs;
-            }
-            if (step >= TOKENS_BEHIND) {
-                if (item < tokens) return {false, step - TOKENS_BEHIND, item};
-                item -= tokens;
-            }
+            const bool is_job = step < groups;
+            const int items = is_job ? jobs : tokens;
+            if (item < items) return {is_job, is_job ? step : step - groups, item};
+            item -= items;
         }
     }
 };

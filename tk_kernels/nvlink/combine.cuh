@@ -181,16 +181,12 @@ template <int BATCH, bool TILES_COUNTED = true> __device__ __forceinline__ void 
     // A gather that gave up has left rows unwritten: nothing made of them may reach another rank.
     bool given_up = load_relaxed_sys(&c.control(c.rank)->abort_flag) != 0;
     const bool computed = !given_up && __ldg(p.token_counts + c.rank) == p.num_tokens;  // else some rank refused the call
-    // The next item is taken early where there are many. Where there are few each warp should have one, and nobody should
-    // hold one while it waits for another rank.
-    const bool many = list.size() > ENOUGH_ITEMS;
-    for (int item = take_item(p.next_item); item < list.size();) {
+    // An item is taken when the one before is done, not sooner: GEMM 2 makes most jobs ready at once, and a warp that held two would
+    // leave another one without.
+    for (int item = take_item(p.next_item); item < list.size(); item = take_item(p.next_item)) {
         const work_list::place at = list.at(item);
-        const bool early = many && at.is_job;
-        if (early) item = take_item(p.next_item);
         if (!at.is_job) reduce_tokens<BATCH>(c, p, tokens, at.group, at.index, computed, epoch);
         else if (!given_up) given_up = !combine_jobs<BATCH, TILES_COUNTED>(c, p, jobs, num_jobs, at.group, at.index, epoch);
-        if (!early) item = take_item(p.next_item);
     }
     if (given_up) report_told(c);
 }
