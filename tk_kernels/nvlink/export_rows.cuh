@@ -138,10 +138,12 @@ __device__ __forceinline__ void let_routing_go_first(const open_globals &g, uint
 // The last block to have sent waits for the rows of the other ranks, while the building cluster is at its tables: when open_call is
 // over all rows are there, so that whoever reads them waits for its end and for nothing else. Rows that this rank sends to
 // itself (e4m3) are its own blocks' work. After a wait that was given up the call goes on with whatever rows there are.
+// A rank whose header has not come is missing in the exchange, whichever of its waits is given up first: so that is waited for first.
 // ORDER rows: a lane for each rank acquires what its last sending block releases; then the end of this grid.
 __device__ __forceinline__ void await_rows(const call_view &c, uint32_t epoch) {
     const int from = int(threadIdx.x);
-    if (from < c.world && from != c.rank)
+    if (from >= c.world || from == c.rank || protocol::reached(load_acquire_sys(c.rows_posted(c.rank, from)), epoch)) return;
+    if (spin_until(c.posted(c.rank, from), epoch, c, {phase_id::exchange, role_id::place, from, from}))
         spin_until(c.rows_posted(c.rank, from), epoch, c, {phase_id::dispatch, role_id::place, from, from});
 }
 
