@@ -31,7 +31,6 @@ GPU_KINDS = (  # stamp_kind, in the same order
     *(Kind(name, WAIT if name == "wait for headers" else WORK, colour=_WAIT if name == "wait for headers" else _TABLES)
       for name in ("send routing", "wait for headers", "count pairs", "place groups", "place pairs", "write tasks")),
     Kind("zero counters", colour=_TABLES), Kind("export rows", colour=_MOVE), Kind("wait for rows", WAIT, colour=_WAIT),
-    Kind("close", colour=_TABLES),
     Kind("load weights", WORK, TILE, _LOAD), Kind("gate", WAIT, TILE, _WAIT), Kind("load", WORK, TILE, _LOAD),
     Kind("wait for inputs", WAIT, TILE, _WAIT), Kind("multiply", WORK, TILE, _MULTIPLY), Kind("emit", WORK, TILE, _EMIT),
     Kind("skip", WORK, TILE, _WAIT),

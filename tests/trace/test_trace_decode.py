@@ -276,7 +276,6 @@ def test_numbers_here_are_those_of_the_header():
     where = {name: index for index, name in enumerate(names)}
     for native, ours in (("launch_wait", "wait for launch"), ("open_send", "send routing"), ("open_tasks", "write tasks"),
                          ("open_zero", "zero counters"), ("open_export", "export rows"), ("open_rows", "wait for rows"),
-                         ("open_close", "close"),
                          ("load_ahead", "load weights"), ("gate", "gate"),
                          ("load", "load"), ("multiply", "multiply"), ("skip", "skip"), ("push", "push"),
                          ("combine_wait", "wait for jobs"), ("combine", "combine"), ("reduce", "reduce")):

@@ -25,7 +25,7 @@ struct counter_gate {
     __device__ static bool ready(const params &p, const tile_task &t) {
         const uint32_t seen = kittens::load_acquire_gpu(p.arrived + t.row_block);
         if (int(seen - __ldg(p.want + t.row_block)) < 0) return false;
-        kittens::fence_proxy_async();
+        kittens::fence_proxy_async_global();
         return true;
     }
     __device__ static void wait(const params &p, const tile_task &t) {
@@ -43,7 +43,7 @@ struct counter_gate {
                 seen = kittens::load_acquire_gpu(p.arrived + t.row_block);
             }
         }
-        kittens::fence_proxy_async();
+        kittens::fence_proxy_async_global();
     }
 
   private:

@@ -20,7 +20,7 @@ struct pushed_gate {
         if (t.segment == c.rank) return true;
         const uint32_t *flag = block_flag(c, c.rank, t.segment, t.row_block - t.segment * p.blocks);
         if (!protocol::reached(load_acquire_sys(flag), *c.epoch_ptr)) return false;
-        kittens::fence_proxy_async();  // visible to this thread -> to its TMA loads
+        kittens::fence_proxy_async_global();  // visible to this thread -> to its TMA loads
         return true;
     }
     __device__ static void wait(const params &p, const tile_task &t) {
@@ -28,7 +28,7 @@ struct pushed_gate {
         if (t.segment == c.rank) return;
         const int block = t.row_block - t.segment * p.blocks;
         spin_until(block_flag(c, c.rank, t.segment, block), *c.epoch_ptr, c, {phase_id::gemm1, role_id::compute, block, t.segment});
-        kittens::fence_proxy_async();
+        kittens::fence_proxy_async_global();
     }
 };
 

@@ -16,7 +16,7 @@ enum class stamp_kind : uint32_t {  // moe_tk.trace.kinds names the same, in the
     none,
     launch_wait,                                                        // for the launch before this one
     open_send, open_headers, open_count, open_groups, open_pairs, open_tasks,  // open_call: tables
-    open_zero, open_export, open_rows, open_close,                      // open_call: counters, rows, those of others; epoch
+    open_zero, open_export, open_rows,                                  // open_call: counters, rows, those of others
     load_ahead, gate, load,                                             // loaders: weights before the rows, gemm_scatter's gate, all else
     input_wait, multiply, emit, skip,                                   // consumer
     output_wait, store, push,                                           // storer
