@@ -38,4 +38,5 @@ def nvlink_module(traced: bool = False) -> ModuleType:
 
 def compiled_variants(module: ModuleType, quantised: bool) -> tuple[FusedVariant, ...]:
     """What the planner has in FUSED_VARIANTS, as the module says it."""
-    return tuple(FusedVariant(v["name"], v["row_block"], v["gather_cols"], v["scatter_cols"]) for v in module.variants(quantised))
+    fields = "name", "row_block", "gather_cols", "scatter_cols", "placed"
+    return tuple(FusedVariant(*(variant[field] for field in fields)) for variant in module.variants(quantised))

@@ -131,7 +131,8 @@ class NvlinkLayer:
             return next(index for index, found in enumerate(FUSED_VARIANTS[g.dtype]) if found.name == self.variant), segments
         row_block = self.row_block or row_block_of(g.world, num_tokens, g.top_k, g.num_experts)
         groups, rows = self._groups(num_tokens)
-        chosen = choose_variant(g.dtype, row_block=row_block, groups=groups, rows=rows)
+        chosen = choose_variant(g.dtype, row_block=row_block, groups=groups, rows=rows, hidden=g.hidden,
+                                intermediate=g.local_intermediate)
         return chosen, segments
 
     def variant_of(self, num_tokens: int) -> FusedVariant:
@@ -148,7 +149,7 @@ class NvlinkLayer:
         if self.weights_policy is not None:
             return self.weights_policy
         row_block, (groups, rows) = self.variant_of(num_tokens).row_block, self._groups(num_tokens)
-        once = row_block == 64 and expected_blocks(groups, rows, row_block) <= groups
+        once = expected_blocks(groups, rows, row_block) <= groups
         return POLICY_EVICT_FIRST if once else POLICY_NORMAL
 
     def tiles(self, num_tokens: int) -> tuple[TileChoice, TileChoice]:

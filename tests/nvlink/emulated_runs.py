@@ -9,6 +9,7 @@ from emulated import Arguments, Emulation, Rank
 from torch import Tensor
 
 from moe_tk.memory.nvlink_layout import JOB_CHUNK, ROW_BLOCKS
+from moe_tk.planner.fused_tiles import PLACED_HIDDEN
 from moe_tk.schedule import Tables, build_tables
 from moe_tk.schedule.orders import task_order
 from moe_tk.weights.gemm import quantise_rows
@@ -46,6 +47,8 @@ def draw_arguments(draw: random.Random, rank: Rank, most_expert: int, before_l2:
     ids = torch.randint(-1, most_expert + 1, (tokens, g.top_k), dtype=draw.choice((torch.int32, torch.int64)))
     weights = torch.tensor([0.5, 1.0, 2.0])[torch.randint(0, 3, (tokens, g.top_k))]
     options = {**draw_options(draw, g.quantised, g.max_segments), "weights_before_l2": before_l2}
+    may_be_placed = g.quantised and not options["serial"] and options["row_block"] == 128 and g.hidden >= PLACED_HIDDEN[0]
+    options["placed"] = may_be_placed and draw.random() < 0.5
     return Arguments(x, scales, ids, weights.to(draw.choice((torch.float32, torch.bfloat16))), options)
 
 

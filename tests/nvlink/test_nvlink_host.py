@@ -41,6 +41,7 @@ from moe_tk.memory.nvlink_layout import (
 )
 from moe_tk.planner import FUSED_VARIANTS
 from moe_tk.runtime import nvlink_session
+from moe_tk.runtime.gemm_tiles import POLICY_EVICT_FIRST, POLICY_NORMAL
 from moe_tk.runtime.launch import SWIGLU, Activation
 from moe_tk.runtime.nvlink_layer import NvlinkLayer, engine_weights, one_limit, tiled
 from moe_tk.runtime.nvlink_session import CAPACITY, DISAGREE, RECORD, RECORDS_OFFSET, REFUSED, NvlinkSession, note_lost, usable_sms
@@ -148,6 +149,15 @@ def test_row_block_follows_the_rows_per_expert(tokens, row_block):
     layer.variant = "64x128"  # forced
     assert layer.variant_of(tokens) == FUSED_VARIANTS["bfloat16"][layer.choices(tokens)[0]]
     assert layer.variant_of(tokens).name == "64x128"
+
+
+@pytest.mark.parametrize("tokens, once", [(0, True), (64, True), (65, False), (95, False), (96, True), (128, True), (129, False)])
+def test_weights_that_are_read_once_leave_l2_first(tokens, once):
+    """Where an expert has one row block on average: of 64 rows, or from 48 rows an expert on of 128."""
+    layer = NvlinkLayer.__new__(NvlinkLayer)
+    layer.geometry = geometry(max_tokens=8192, top_k=8, num_experts=32)
+    layer.row_block = layer.segments = layer.variant = layer.weights_policy = None
+    assert layer._policy(tokens) == (POLICY_EVICT_FIRST if once else POLICY_NORMAL)
 
 
 def session(rank: int = 1) -> NvlinkSession:

@@ -160,7 +160,7 @@ py::list list_variants(bool quantised) {
         const auto &v = (quantised ? nvlink::fused_variants_fp8 : nvlink::fused_variants)[i];
         py::dict d;
         d["name"] = v.name, d["row_block"] = v.row_block, d["gather_cols"] = v.gather_cols;
-        d["scatter_cols"] = v.scatter_cols, d["gather_shared"] = v.gather_shared, d["scatter_shared"] = v.scatter_shared;
+        d["scatter_cols"] = v.scatter_cols, d["placed"] = v.placed, d["gather_shared"] = v.gather_shared, d["scatter_shared"] = v.scatter_shared;
         out.append(d);
     }
     return out;

@@ -40,6 +40,9 @@ template <class Cfg, class Gate, class Epilogue, class Push> struct gemm_globals
     // Where a tile's operands and results lie. Globals of which they lie in several tensors, or in another order, hide these.
     __device__ const auto &tokens_of(const tile_task &) const { return tokens; }
     __device__ coord<> tokens_at(const tile_task &t, int row, int k) const { return {0, 0, t.row_block * Cfg::BLOCK_M + row, k}; }
+    __device__ const float *token_scales_of(const tile_task &t, int k_block) const {  // e4m3: of a tile's rows, one after the other
+        return scales.tokens + k_block * scales.tokens_stride + t.row_block * Cfg::BLOCK_M;
+    }
     __device__ coord<> weights_at(const tile_task &t, int i, int panel, int num_panels) const {  // slab i of a panel of K
         if constexpr (Cfg::TILED_WEIGHTS) {
             static_assert(Cfg::BLOCK_N <= WEIGHT_TILE_ROWS, "a block's columns lie in one tile of weights");

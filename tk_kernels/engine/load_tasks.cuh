@@ -46,10 +46,8 @@ __device__ __forceinline__ void load_stage(const G &g, Shared &s, int stage, con
                                g.weights_at(w.task, i, k_block * Cfg::PANELS + p, num_panels), sem, w.share_b(),
                                i % Cfg::CLUSTER == rank, g.weights_policy);
     }
-    if constexpr (Cfg::SCALED && (WHICH & OPERAND_A)) {
-        const float *scales = g.scales.tokens + k_block * g.scales.tokens_stride + w.task.row_block * Cfg::BLOCK_M;
-        if (scale_bytes > 0) tma::load_bulk_async(s.token_scales[stage].data, scales, scale_bytes, sem);
-    }
+    if constexpr (Cfg::SCALED && (WHICH & OPERAND_A))
+        if (scale_bytes > 0) tma::load_bulk_async(s.token_scales[stage].data, g.token_scales_of(w.task, k_block), scale_bytes, sem);
 }
 
 // A gate that is not open yet costs nothing but the rows: the weights of the first stages are on their way meanwhile. And

@@ -1,5 +1,5 @@
 // The fused layer's e4m3 GEMM configurations: scales of 1 x 128 for rows and of 128 x 128 for weights.
-#include "fused_launch.cuh"
+#include "placed_gather.cuh"
 
 namespace moe_tk::nvlink {
 
@@ -13,6 +13,7 @@ using gather_128 = gathering_config<fused_config<gemm_config<fp8e4m3, 128, 256, 
 using scatter_128 = fused_config<gemm_config<fp8e4m3, 128, 256, 4, 2, 1, 2, 2>>;
 using gather_64 = gathering_config<fused_config<gemm_config<fp8e4m3, 64, 256, 5, 1, 1, 1, 1>>>;
 using scatter_64 = fused_config<gemm_config<fp8e4m3, 64, 256, 5, 1, 1, 1, 2>>;
+using placed_128 = fused_config<gemm_config<fp8e4m3, 128, 256, 4, 2, 1, 2, 2>>;
 using narrow_scatter_64 = fused_config<gemm_config<fp8e4m3, 64, 128, 8, 1, 1, 1, 2>>;
 
 }  // namespace
@@ -21,6 +22,7 @@ const fused_variant fused_variants_fp8[] = {
     make_fused<gather_64, scatter_64>("64x256"),
     make_fused<gather_128, scatter_128>("128x256"),
     make_fused<gather_64, narrow_scatter_64>("64x256_128"),
+    make_placed<placed_128, scatter_128>("128x256_placed"),
 };
 const int num_fused_variants_fp8 = sizeof(fused_variants_fp8) / sizeof(fused_variants_fp8[0]);
 

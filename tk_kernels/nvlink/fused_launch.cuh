@@ -91,7 +91,7 @@ template <class Cfg, int GATHER_COLS> void launch_scatter(const workspace_view &
 
 template <class Gather, class Scatter> constexpr fused_variant make_fused(const char *name) {
     static_assert(Gather::BLOCK_M == Scatter::BLOCK_M, "both GEMMs of a call share the slots and their row blocks");
-    return {name, Gather::BLOCK_M, Gather::BLOCK_N, Scatter::BLOCK_N, gather_shared_bytes<Gather, row_gather<Gather>>(), shared_bytes<Scatter, bf16>(),
+    return {name, Gather::BLOCK_M, Gather::BLOCK_N, Scatter::BLOCK_N, gather_shared_bytes<Gather, row_gather<Gather>>(), shared_bytes<Scatter, bf16>(), false,
             prepare<Gather, Scatter>, launch_gather<Gather>, launch_scatter<Scatter, Gather::BLOCK_N>};
 }
 

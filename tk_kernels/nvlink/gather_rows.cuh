@@ -156,6 +156,7 @@ template <class Cfg> class row_gatherer {
 
 // There is none: rows are there before the launch that reads them.
 struct sources_gate {
+    static constexpr bool NOOP = true;
     struct params { call_view call; };
 };
 // The source of gather_gemm in the layer and in dispatch_gemm.

@@ -62,6 +62,7 @@ enum stage_bit { STAGE_OPEN = 1, STAGE_GATHER = 2, STAGE_SCATTER = 4, STAGE_PULL
 struct fused_variant {
     const char *name;
     int row_block, gather_cols, scatter_cols, gather_shared, scatter_shared;
+    bool placed;        // gather() brings rows to their slots first, in a launch of its own
     void (*prepare)();  // loads the kernels: nothing may be loaded while a rank waits
     // `behind`: the launch before it on the stream is the stage before it, and this one may start while that one ends.
     void (*gather)(const workspace_view &, const layer_call &, bool behind, cudaStream_t);

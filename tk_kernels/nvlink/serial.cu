@@ -4,6 +4,7 @@
 
 #include "../patterns/bf16_tiles.cuh"
 #include "fused_launch.cuh"
+#include "place_rows.cuh"
 #include "serial.cuh"
 
 namespace moe_tk::nvlink {
@@ -25,8 +26,9 @@ gemm_args plain_args(const workspace_view &w, const plain_gemm &plain, const int
 }
 
 template <class T> place_params<T> place_params_of(const workspace_view &w, const void *tokens) {
-    return {.tokens = static_cast<const T *>(tokens), .gathered = static_cast<T *>(w.rows), .counts = w.tables.counts,
-            .job_order = w.tables.job_order, .slots = w.tables.slots, .scales = w.slot_scales, .stride = w.max_slots};
+    return {.tokens = static_cast<const T *>(tokens),
+            .to = {.rows = static_cast<T *>(w.rows), .stride = w.call.hidden, .scales = w.slot_scales, .block_stride = w.max_slots},
+            .counts = w.tables.counts, .job_order = w.tables.job_order, .slots = w.tables.slots};
 }
 
 }  // namespace

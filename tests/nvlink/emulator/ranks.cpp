@@ -5,13 +5,15 @@
 #include <memory>
 
 #include "scheduler.hpp"
+#include "tk_kernels/nvlink/combine.cuh"
 #include "tk_kernels/nvlink/hand_out.cuh"
 #include "tk_kernels/nvlink/open_call.cuh"
+#include "tk_kernels/nvlink/place_rows.cuh"
 #include "tk_kernels/nvlink/row_sources.cuh"
-#include "tk_kernels/nvlink/serial.cuh"
 
 namespace moe_tk::nvlink {
 
+using fp8 = kittens::fp8e4m3;
 uint8_t dynamic_shared[16];  // of the kernel open_call, which is not called itself
 
 // What Python fills, by name: fields of the workspace, then of the call. Pointers are integers.
@@ -24,7 +26,7 @@ uint8_t dynamic_shared[16];  // of the kernel open_call, which is not called its
     F(activated_scales) F(quantised) F(num_experts) F(first_expert) F(num_local) F(tensor_parallel) F(max_slots)    \
     F(max_blocks) F(intermediate) F(num_sms) F(hidden_states) F(hidden_scales) F(topk_ids) F(topk_weights) F(out) F(signature)     \
     F(num_tokens) F(refused) F(ids_are_64) F(weights_are_bf16) F(row_block) F(gather_cols) F(scatter_cols) F(segments) F(passes)   \
-    F(weights_before_l2) F(serial) F(cluster) F(takes_part) F(only_open) F(only_placed) F(most_naps)    \
+    F(weights_before_l2) F(serial) F(placed) F(cluster) F(takes_part) F(only_open) F(only_placed) F(most_naps)    \
     F(shared_bytes) F(one_sender_pairs) F(one_builder_pairs) F(hands_out) F(slots_out) F(offsets_out) F(stride)
 struct rank_fields {
     int64_t bases[MAX_WORLD];
@@ -108,7 +110,7 @@ class rank_stream {
     }
 
   private:
-    enum { OPENED, PLACED, DONE } stage_ = OPENED;
+    enum { OPENED, SLOTTED, PLACED, DONE } stage_ = OPENED;  // slotted: a fused call's rows are in their slots
     struct place { int block, thread, threads, blocks; emulator::meeting *all = nullptr; emulator::cluster *cluster = nullptr; };
 
     // A counter of threads, and what follows when the last one is done.
@@ -140,7 +142,10 @@ class rank_stream {
 
     void next() {
         if (before_ + beside_ > 0) return;
-        if (stage_ == OPENED && !r_.only_open) {
+        if (stage_ == OPENED && r_.placed && !r_.only_open) {
+            stage_ = SLOTTED;
+            launch_place_all();
+        } else if ((stage_ == OPENED && !r_.only_open) || (stage_ == SLOTTED && !r_.only_placed)) {
             stage_ = PLACED;
             if (r_.serial) launch_place_all();
             else if (r_.hands_out) launch_gather();
@@ -188,12 +193,15 @@ class rank_stream {
         }
     }
     void launch_place_all() {
-        r_.quantised ? place_rows<kittens::fp8e4m3>(nullptr) : place_rows<bf16>(at<bf16>(r_.hidden_states));
+        r_.quantised ? place_rows<fp8>(nullptr) : place_rows<bf16>(at<bf16>(r_.hidden_states));
     }
     template <class T> void place_rows(const T *tokens) {
-        const place_params<T> p{tokens, at<T>(r_.slot_rows), g_.tables.counts, g_.tables.job_order, g_.tables.slots,
-                                at<float>(r_.slot_scales), r_.max_slots};
+        const place_params<T> p{tokens, slots<T>(), g_.tables.counts, g_.tables.job_order, g_.tables.slots};
         start_four_warps_a_block([this, p] { row_placer<T>(c_, p).run(); });
+    }
+    template <class T> slot_rows<T> slots() const {  // where GEMM 1 finds rows that have been placed
+        if (r_.placed) return rows_in_outputs<T>(at<void>(r_.expert_out), c_.hidden);
+        return {at<T>(r_.slot_rows), c_.hidden, at<float>(r_.slot_scales), r_.max_slots};
     }
     void launch_combine() {
         start_four_warps_a_block([this] { combine_and_reduce<4, false>(c_, combine_); });
@@ -223,7 +231,7 @@ class rank_stream {
         for_each_task<CLUSTER>(list(false), g_.row_block, blockIdx.x % CLUSTER, [&](const cluster_work &w) {
             if (w.ghost() || kittens::laneid() != 0) return;
             emulator::linger();  // who waits for fewer tiles than there are shall read what is not there
-            tile1(w.task, true);
+            tile1(w.task, !r_.placed);
             emulator::yield();
             count_push::publish({g_.counters.l1_done}, w.task);
         });
@@ -252,18 +260,21 @@ class rank_stream {
         const int64_t h = r_.hidden, inter = r_.intermediate, cols = r_.gather_cols / 2, stride = r_.max_slots;
         for (int64_t slot = int64_t(t.row_block) * g_.row_block, end = slot + t.rows; slot < end; ++slot) {
             const int pair = g_.tables.slot_pair[slot];
-            const uint8_t *row = at<uint8_t>(r_.slot_rows) + slot * h * (r_.quantised ? 1 : 2);
-            const float *scales = at<float>(r_.slot_scales) + slot;
-            int64_t apart = stride;  // of two scales
+            const uint8_t *row;
             if (gathers)
-                row = r_.quantised ? row_of_pair<kittens::fp8e4m3>(c_, nullptr, pair) : row_of_pair(c_, at<const bf16>(r_.hidden_states), pair);
-            if (gathers) scales = reinterpret_cast<const float *>(row + h), apart = 1;
+                row = r_.quantised ? row_of_pair<fp8>(c_, nullptr, pair) : row_of_pair(c_, at<const bf16>(r_.hidden_states), pair);
+            else
+                row = r_.quantised ? reinterpret_cast<const uint8_t *>(slots<fp8>().row(int(slot)))
+                                   : reinterpret_cast<const uint8_t *>(slots<bf16>().row(int(slot)));
+            const auto scale = [&](int block) {
+                return gathers ? reinterpret_cast<const float *>(row + h)[block] : *slots<fp8>().scale(int(slot), block);
+            };
             for (int64_t c = t.col_block * cols; c < min(inter, (t.col_block + 1) * cols); ++c) {
                 const int64_t to = slot * inter + c;
                 if (!r_.quantised) at<bf16>(r_.activated)[to] = reinterpret_cast<const bf16 *>(row)[c % h];
                 else at<uint8_t>(r_.activated)[to] = row[c % h];
                 if (r_.quantised && c % 128 == 0)
-                    at<float>(r_.activated_scales)[c / 128 * stride + slot] = scales[c % h / 128 * apart];
+                    at<float>(r_.activated_scales)[c / 128 * stride + slot] = scale(int(c % h / 128));
             }
         }
     }
@@ -276,7 +287,7 @@ class rank_stream {
                 const int64_t from = slot * inter + c % inter;
                 float value = 0;
                 if (!r_.quantised) value = __bfloat162float(at<bf16>(r_.activated)[from]);
-                else value = float(at<kittens::fp8e4m3>(r_.activated)[from]) *
+                else value = float(at<fp8>(r_.activated)[from]) *
                              at<float>(r_.activated_scales)[c % inter / 128 * stride + slot];
                 at<bf16>(r_.expert_out)[slot * h + c] = __float2bfloat16(value * factor);
             }
