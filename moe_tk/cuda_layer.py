@@ -36,7 +36,7 @@ DTYPES = (torch.bfloat16, E4M3)
 class CudaMoELayer(CpuMoELayer):
     """What MoELayer(protocol="nvlink") makes; the arguments are those of MoELayer, except
 
-    pattern      "two_kernel", "serial", or "auto", which in e4m3 is two_kernel
+    pattern      "two_kernel", "serial", or "auto", which takes either for each call
     dtype        torch.bfloat16, or torch.float8_e4m3fn: rows travel and both GEMMs multiply in e4m3 with float32 scales of 1 x 128
                  (rows) and 128 x 128 (weights); hidden_size and this rank's intermediate columns are multiples of 128. Results and
                  partial sums are bfloat16
@@ -61,8 +61,6 @@ class CudaMoELayer(CpuMoELayer):
                               hidden_size=hidden_size, intermediate_size=intermediate_size,
                               max_tokens_per_rank=max_tokens_per_rank, mode=mode)
             self._check_choices(pattern, protocol, dtype, weight_position, row_block)
-            if dtype == E4M3 and pattern == "auto":
-                pattern = "two_kernel"  # the planner's numbers are those of bfloat16
             self.timeout_s = check_positive("timeout_s", env("MOE_TK_TIMEOUT_S") if timeout_s is None else timeout_s, "seconds")
             self.activation = resolve_activation(activation, swiglu_limit)
             geometry = NvlinkGeometry(world=self.group.world, rank=self.group.rank, max_tokens=max_tokens_per_rank, top_k=top_k,

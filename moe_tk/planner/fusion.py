@@ -10,6 +10,10 @@ from moe_tk.planner.accounts import MIN_CEILING, MIN_WAVES, ceiling, waves
 from moe_tk.planner.machine import Machine
 
 ELEMENT_BYTES = 2     # bf16
+SCALED_SPEED = 1458 / 795  # of an e4m3 GEMM with scales over a bf16 one, both at 8192 x 8192 x 8192 on an H200
+# From how many rows an expert, on average, e4m3 calls are serial. Measured (docs/performance.md): with 2048 and 4096 they were 5 %
+# shorter than fused ones, whose GEMMs pay for gates and pushes; with 1024 2 % longer.
+SERIAL_SCALED_ROWS = 1536
 LARGE_TILE_ROWS = 48  # mean rows of an expert from which fused GEMMs on CUDA use row blocks of 128, of 64 below
 SERIAL_LARGE_TILE_ROWS = 96  # the same for the GEMMs of the serial pattern, whose 64 x 256 tiles share weights in clusters
 COLUMN_BLOCK = 256    # of the wide fused tiles: in these the waves are counted, whatever tiles a call takes
@@ -33,6 +37,17 @@ class LayerWork:
     local_intermediate: int  # columns of this rank
     row_block: int
     column_block: int = COLUMN_BLOCK  # of GEMM 1
+    scaled: bool = False  # e4m3 rows and weights; else bf16
+
+    @property
+    def element_bytes(self) -> int:
+        """Of rows on their way and of weights."""
+        return 1 if self.scaled else ELEMENT_BYTES
+
+    @property
+    def expert_rows(self) -> float:
+        """Rows of an expert, on average."""
+        return self.world * self.tokens * self.top_k / self.num_experts
 
     @property
     def pairs(self) -> float:
@@ -88,14 +103,15 @@ def compute_seconds(work: LayerWork, machine: Machine) -> float:
     """Both GEMMs alone: the FLOPs or the weights, whichever takes longer."""
     matrix = 3 * work.hidden * work.local_intermediate  # gate, up and down of one expert
     flops = 2 * matrix * work.pairs
-    weights = matrix * ELEMENT_BYTES * work.touched_experts
-    return max(flops / (machine.tflops * 1e12), weights / (machine.hbm_gbs * 1e9))
+    weights = matrix * work.element_bytes * work.touched_experts
+    tflops = machine.tflops * (SCALED_SPEED if work.scaled else 1)
+    return max(flops / (tflops * 1e12), weights / (machine.hbm_gbs * 1e9))
 
 
 def move_seconds(work: LayerWork, machine: Machine) -> float:
-    """Rows there and partial rows back: over the wire, or written to and read from their slots, whichever takes longer."""
-    row = work.hidden * ELEMENT_BYTES
-    return 2 * row * max(work.moved_rows / (machine.wire_gbs * 1e9), work.pairs / (machine.hbm_gbs * 1e9))
+    """Rows there and partial rows (bf16) back: over the wire, or written to and read from their slots, whichever takes longer."""
+    both_ways = work.hidden * (work.element_bytes + ELEMENT_BYTES)
+    return both_ways * max(work.moved_rows / (machine.wire_gbs * 1e9), work.pairs / (machine.hbm_gbs * 1e9))
 
 
 def fused_loss_seconds(work: LayerWork, compute_s: float) -> float:
@@ -111,9 +127,13 @@ def serial_extra_seconds(work: LayerWork, machine: Machine) -> float:
 
 def choose_fusion(work: LayerWork, machine: Machine) -> Choice:
     """The pattern of a call. Below one wave of tiles, or with a ceiling under MIN_CEILING, there is nothing to overlap with: then
-    serial, if the fused GEMMs lose more than a serial call does besides. Else two_kernel."""
+    serial, if the fused GEMMs lose more than a serial call does besides. Else two_kernel. e4m3: by the rows of an expert alone."""
     compute_s, move_s = compute_seconds(work, machine), move_seconds(work, machine)
     most, rounds = ceiling(compute_s, move_s), waves(work.tasks, machine.sms)
+    if work.scaled:
+        pattern = "serial" if work.expert_rows >= SERIAL_SCALED_ROWS else "two_kernel"
+        why = f"e4m3 calls are serial from {SERIAL_SCALED_ROWS} rows an expert on, here {work.expert_rows:.0f}"
+        return Choice(pattern, why, compute_s, move_s, most, rounds)
     lost_s, extra_s = fused_loss_seconds(work, compute_s), serial_extra_seconds(work, machine)
     if rounds >= MIN_WAVES and most >= MIN_CEILING:
         pattern, why = "two_kernel", "there is time to hide"

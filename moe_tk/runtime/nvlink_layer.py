@@ -173,7 +173,7 @@ class NvlinkLayer:
             g = self.geometry
             work = LayerWork(tokens=num_tokens, world=g.world, top_k=g.top_k, num_experts=g.num_experts,
                              local_experts=g.num_local_experts, hidden=g.hidden, local_intermediate=g.local_intermediate,
-                             row_block=self.variant_of(num_tokens).row_block)
+                             row_block=self.variant_of(num_tokens).row_block, scaled=g.quantised)
             self._choices[num_tokens] = choose_fusion(work, self.machine)
         return self._choices[num_tokens]
 

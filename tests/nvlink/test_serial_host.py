@@ -49,6 +49,13 @@ def test_auto_asks_the_planner_for_each_number_of_tokens():
     assert auto._choices[2048].ceiling > 1.2
 
 
+def test_auto_in_e4m3_goes_by_the_rows_of_an_expert():
+    """Of mixtral-8x7b: 1536 from 3072 tokens of a rank on."""
+    mixtral = layer(num_experts=8, top_k=2, hidden=4096, intermediate_size=14336, dtype="float8_e4m3fn")
+    assert [mixtral.pattern_of(tokens) for tokens in (0, 64, 3071, 3072, 8192)] == [*["two_kernel"] * 3, "serial", "serial"]
+    assert "rows an expert" in mixtral.choice(64).why
+
+
 @pytest.mark.parametrize("tokens, first, second", [
     (1, "64x128_s4_p2_c1", "64x128_s4_p2_c1"), (64, "64x128_s4_p2_c1", "64x128_s4_p2_c1"),
     (512, "64x256_s5_w2_c2", "64x256_s5_w2_c2"), (2048, "128x256_s4_c2", "128x256_s4_c2")])

@@ -58,6 +58,21 @@ def test_fuses_where_there_is_time_to_hide():
     assert choice.pattern == "two_kernel" and choice.ceiling > 1.2 and choice.waves > 5
 
 
+@pytest.mark.parametrize("tokens, pattern", [(64, "two_kernel"), (512, "two_kernel"), (2048, "two_kernel"), (8192, "serial")])
+def test_e4m3_calls_with_many_rows_an_expert_are_serial(tokens, pattern):
+    choice = choose_fusion(dataclasses.replace(work(tokens), scaled=True), H200)
+    assert choice.pattern == pattern and f"here {tokens // 4}" in choice.why
+    assert choice.ceiling == ceiling(choice.compute_s, choice.move_s)
+
+
+def test_e4m3_halves_the_weights_and_the_rows_that_are_sent():
+    few, many = work(64), work(8192)
+    scaled = [dataclasses.replace(call, scaled=True) for call in (few, many)]
+    assert compute_seconds(scaled[0], H200) == compute_seconds(few, H200) / 2
+    assert compute_seconds(many, H200) / compute_seconds(scaled[1], H200) == pytest.approx(1458 / 795)
+    assert move_seconds(scaled[1], H200) == move_seconds(many, H200) * 3 / 4  # partial rows are bf16
+
+
 def test_a_slower_wire_makes_fusion_worth_while():
     slow = dataclasses.replace(H200, wire_gbs=5)
     assert choose_fusion(work(64), H200).pattern == "serial" and choose_fusion(work(64), slow).pattern == "two_kernel"
