@@ -42,10 +42,10 @@ def test_stages_say_their_pattern(stages, pattern):
 
 def test_auto_asks_the_planner_for_each_number_of_tokens():
     auto = layer()
-    seed = layer(num_experts=64, hidden=4096, intermediate_size=3072)
+    large = layer(num_experts=256, hidden=7168, intermediate_size=2048)
     assert [auto.pattern_of(tokens) for tokens in (0, 1, 64, 2048)] == ["two_kernel"] * 4
-    assert [seed.pattern_of(tokens) for tokens in (0, 1, 64, 2048)] == ["two_kernel", "two_kernel", "serial", "two_kernel"]
-    assert seed.pattern_of(64, OPEN) == "serial" and layer("two_kernel").pattern_of(64, OPEN) == "two_kernel"
+    assert [large.pattern_of(tokens) for tokens in (0, 1, 64, 2048)] == ["two_kernel", "two_kernel", "serial", "two_kernel"]
+    assert large.pattern_of(64, OPEN) == "serial" and layer("two_kernel").pattern_of(64, OPEN) == "two_kernel"
     assert auto._choices[2048].ceiling > 1.2
 
 

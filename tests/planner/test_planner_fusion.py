@@ -13,7 +13,7 @@ from moe_tk.planner.accounts import MIN_CEILING, MIN_WAVES, ceiling
 from moe_tk.planner.fusion import compute_seconds, fused_loss_seconds, move_seconds, serial_extra_seconds
 from moe_tk.planner.machine import H200
 
-SHAPES = {"seed": (4096, 3072, 64, 8), "qwen3-30b-a3b": (2048, 768, 128, 8)}
+SHAPES = {"seed": (4096, 3072, 64, 8), "qwen3-30b-a3b": (2048, 768, 128, 8), "deepseek-v3": (7168, 2048, 256, 8)}
 
 
 def work(tokens: int, shape: str = "seed", mode: str = "ep", world: int = 2) -> LayerWork:
@@ -45,7 +45,8 @@ def test_rows_move_over_the_wire_or_through_the_slots():
 
 @pytest.mark.parametrize("tokens, shape, pattern, why", [
     (0, "seed", "two_kernel", "less than 1 wave"), (1, "qwen3-30b-a3b", "two_kernel", "less than 1 wave"),
-    (64, "seed", "serial", "less than 1.05"), (64, "qwen3-30b-a3b", "two_kernel", "less than 1.05")])
+    (64, "deepseek-v3", "serial", "less than 1.05"), (64, "seed", "two_kernel", "less than 1.05"),
+    (64, "qwen3-30b-a3b", "two_kernel", "less than 1.05"), (512, "deepseek-v3", "two_kernel", "less than 1.05")])
 def test_where_there_is_nothing_to_hide_the_shorter_estimate_decides(tokens, shape, pattern, why):
     choice = choose_fusion(work(tokens, shape), H200)
     assert choice.pattern == pattern and why in choice.why
@@ -75,7 +76,8 @@ def test_e4m3_halves_the_weights_and_the_rows_that_are_sent():
 
 def test_a_slower_wire_makes_fusion_worth_while():
     slow = dataclasses.replace(H200, wire_gbs=5)
-    assert choose_fusion(work(64), H200).pattern == "serial" and choose_fusion(work(64), slow).pattern == "two_kernel"
+    few = work(64, "deepseek-v3")
+    assert choose_fusion(few, H200).pattern == "serial" and choose_fusion(few, slow).pattern == "two_kernel"
 
 
 @settings(deadline=None, max_examples=200)
