@@ -188,13 +188,13 @@ def table_items(g: NvlinkGeometry) -> tuple[Item, ...]:
 
 
 def row_items(g: NvlinkGeometry) -> tuple[Item, ...]:
-    """Work buffers of one rank. GEMM 1 of a fused call reads rows where they lie; a serial call gathers them in slot_rows or, in
-    e4m3, in the front of expert_out: GEMM 2 writes there when GEMM 1 is over."""
+    """Work buffers of one rank. GEMM 1 of a fused call reads rows where they lie or, in large e4m3 calls, each in the place of
+    its output; a serial call gathers them in slot_rows or, in e4m3, in the front of expert_out, which GEMM 2 writes later."""
     if g.quantised:
         return place([
             ("activated", (g.max_slots, g.padded_intermediate), 1, "output of GEMM 1"),
             ("activated_scales", (g.padded_intermediate // SCALE_BLOCK, g.max_slots), 4, "its scales"),
-            ("expert_out", (g.max_slots, g.hidden), 2, "the experts' outputs; before that a serial call's rows and scales"),
+            ("expert_out", (g.max_slots, g.hidden), 2, "the experts' outputs; before that rows in slots and scales"),
         ])
     return place([
         ("slot_rows", (g.max_slots, g.hidden), 2, "the experts' outputs; before that a serial call's gathered rows"),

@@ -18,7 +18,8 @@ def wide(monkeypatch):
 
 
 def test_prints_both_accounts_and_the_pattern(capsys):
-    found = {tuple(line[:2]): line[2:7] for line in lines(capsys, "--shapes", "qwen3,seed,deepseek-v3", "--tokens", "64,2048") if len(line) > 6}
+    shapes = "qwen3,seed,deepseek-v3"
+    found = {tuple(line[:2]): line[2:7] for line in lines(capsys, "--shapes", shapes, "--tokens", "64,2048") if len(line) > 6}
     assert found["qwen3-30b-a3b", "64"] == ["132", "1", "1.01", "2.9", "two_kernel"]
     assert found["qwen3-30b-a3b", "2048"][-1] == "two_kernel" and float(found["qwen3-30b-a3b", "2048"][2]) > 1.2
     assert found["seed", "2048"][0] == "1556" and found["deepseek-v3", "64"][-1] == "serial"

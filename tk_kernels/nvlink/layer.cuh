@@ -23,6 +23,7 @@ struct workspace_view {
     float *slot_scales;    // e4m3: [H / 128, max_slots], theirs
     void *activated;       // [max_slots, I]
     void *expert_out;      // [max_slots, H] bf16, the memory of `rows` and their scales: GEMM 2 writes it, when GEMM 1 has read them
+                           // (a fused call: a row block when GEMM 1 has read that, place_rows.cuh)
     float *activated_scales;  // e4m3: [I / 128, scales_stride]
     int scales_stride;        // max_slots, but where they are a caller's; a multiple of 4
     int quantised;         // rows and weights are e4m3 with scales, else bf16
