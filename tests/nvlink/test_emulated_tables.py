@@ -7,6 +7,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import emulated
@@ -84,16 +85,9 @@ def ends_well(run: Callable[[str], None], folder: Path, *changes: tuple[str, str
         return False
 
 
-@pytest.mark.parametrize("left_out", LEFT_OUT)
-def test_what_is_left_out_of_open_call_is_seen(library, tmp_path, left_out):
-    """Blocks and warps need their barriers: the tests above can fail."""
-    changes = () if left_out == "nothing" else (LEFT_OUT[left_out],)
-    assert ends_well(run_all_tables, tmp_path, *changes) == (left_out == "nothing")
-
-
 TILES, SIZE = "(hidden + block_cols - 1) / block_cols, GROUP_COLS", "return uint32_t(first(group + 1) - first(group))"
 WRONG_COLUMNS = {  # text in column_work.hpp, other text
-    "nothing": ("", ""),
+    "nothing": None,
     "the cut tile is not counted": (TILES, "hidden / block_cols, GROUP_COLS"),
     "a cut step counts as a whole one": (TILES, "(hidden + GROUP_COLS - 1) / GROUP_COLS * 2, GROUP_COLS"),
     "the last group is waited for without one tile": (SIZE, SIZE + " - (group == 3)"),
@@ -104,8 +98,29 @@ WRONG_COLUMNS = {  # text in column_work.hpp, other text
 }
 
 
+CHANGES = {**{("left_out", name): (run_all_tables, change) for name, change in LEFT_OUT.items()},
+           **{("wrong", name): (run_all_sizes, change and ("column_work.hpp", *change)) for name, change in WRONG_COLUMNS.items()}}
+
+
+@pytest.fixture(scope="module")
+def ends(request, tmp_path_factory, library):
+    """Whether each change that a chosen test asks for ends well: compiled and run as many at a time as there are processors."""
+    asked = [tuple(item.callspec.params.items()) for item in request.session.items if "ends" in getattr(item, "fixturenames", ())]
+    pool, found = ThreadPoolExecutor(os.cpu_count()), {}
+    for ((kind, name),) in asked:
+        run, change = CHANGES[kind, name]
+        found[kind, name] = pool.submit(ends_well, run, tmp_path_factory.mktemp(kind), *([change] if change else []))
+    yield found
+    pool.shutdown(cancel_futures=True)
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT)
+def test_what_is_left_out_of_open_call_is_seen(ends, left_out):
+    """Blocks and warps need their barriers: the tests above can fail."""
+    assert ends["left_out", left_out].result() == (left_out == "nothing")
+
+
 @pytest.mark.parametrize("wrong", WRONG_COLUMNS)
-def test_wrong_columns_are_seen(library, tmp_path, wrong):
+def test_wrong_columns_are_seen(ends, wrong):
     """Who counts tiles and who waits for them take the number from one place: only a tile that comes late shows a wrong one."""
-    changes = () if wrong == "nothing" else (("column_work.hpp", *WRONG_COLUMNS[wrong]),)
-    assert ends_well(run_all_sizes, tmp_path, *changes) == (wrong == "nothing")
+    assert ends["wrong", wrong].result() == (wrong == "nothing")
