@@ -105,9 +105,9 @@ CHANGES = {**{("left_out", name): (run_all_tables, change) for name, change in L
 @pytest.fixture(scope="module")
 def ends(request, tmp_path_factory, library):
     """Whether each change that a chosen test asks for ends well: compiled and run as many at a time as there are processors."""
-    asked = [tuple(item.callspec.params.items()) for item in request.session.items if "ends" in getattr(item, "fixturenames", ())]
+    here = [item.callspec.params for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
     pool, found = ThreadPoolExecutor(os.cpu_count()), {}
-    for ((kind, name),) in asked:
+    for kind, name in (asked for params in here for asked in params.items() if asked in CHANGES):
         run, change = CHANGES[kind, name]
         found[kind, name] = pool.submit(ends_well, run, tmp_path_factory.mktemp(kind), *([change] if change else []))
     yield found
