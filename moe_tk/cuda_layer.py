@@ -21,7 +21,6 @@ from moe_tk.memory.layout import MemoryEstimate
 from moe_tk.memory.nvlink_layout import FUSED_COLUMN_BLOCK, JOB_CHUNK, ROW_BLOCKS, NvlinkGeometry, nvlink_estimate
 from moe_tk.ops.handles import keep_handle
 from moe_tk.planner import Plan, explain_fusion
-from moe_tk.planner.fused_tiles import PLACED_INTERMEDIATE, PLACED_ROWS
 from moe_tk.runtime.calls import signature_of
 from moe_tk.runtime.launch import Activation, CallStats, resolve_activation
 from moe_tk.runtime.nvlink_layer import NvlinkLayer
@@ -107,8 +106,8 @@ class CudaMoELayer(CpuMoELayer):
                         f"auto takes this GPU for {machine.name}: {machine.tflops:.0f} TFLOP/s, {machine.hbm_gbs:.0f} GB/s memory, "
                         f"{machine.wire_gbs:.0f} GB/s wire ({machine.origin})",
                         *explain_fusion(self._calls.choice, g.max_tokens))}
-        placed = (f"with {PLACED_ROWS} rows an expert on average, and {PLACED_INTERMEDIATE} intermediate columns of this rank, a "
-                  "fused call writes rows to their slots first, in a fourth launch",) if g.quantised else ()
+        placed = (("fused calls with as many tokens as fit write rows to their slots first, in a fourth launch",)
+                  if self._calls.variant_of(g.max_tokens).placed else ())
         reasons = (*why[pattern], *placed,
                    "row blocks of 64 for calls with few rows per expert, of 128 for others; tiles of 128 columns instead of 256 "
                    "where experts have few rows",

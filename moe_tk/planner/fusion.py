@@ -10,7 +10,7 @@ from moe_tk.planner.accounts import MIN_CEILING, MIN_WAVES, ceiling, waves
 from moe_tk.planner.machine import Machine
 
 ELEMENT_BYTES = 2     # bf16
-SCALED_SPEED = 1458 / 795  # of an e4m3 GEMM with scales over a bf16 one, both at 8192 x 8192 x 8192 on an H200
+SCALED_SPEED = 1458 / 795  # of an e4m3 GEMM with scales over a bf16 one, in short runs on an H200 (moe_tk/bench/floor.py)
 # From how many rows an expert, on average, e4m3 calls are serial. Measured (docs/performance.md): with 2048 and 4096 they were 5 %
 # shorter than fused ones, whose GEMMs pay for gates and pushes; with 1024 2 % longer.
 SERIAL_SCALED_ROWS = 1536
@@ -22,6 +22,11 @@ COLUMN_BLOCK = 256    # of the wide fused tiles: in these the waves are counted,
 FEW_ROWS_LOSS = 0.011        # of the time of the weights
 SERIAL_LAUNCHES_S = 7e-6
 SAMPLES = (16, 64, 256, 512, 1024, 2048, 4096, 8192)  # tokens of a rank for which a plan is explained
+
+
+def mean_rows(world: int, tokens: int, top_k: int, num_experts: int) -> float:
+    """Rows of an expert on average, with `tokens` tokens on each rank."""
+    return world * tokens * top_k / num_experts
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +52,7 @@ class LayerWork:
     @property
     def expert_rows(self) -> float:
         """Rows of an expert, on average."""
-        return self.world * self.tokens * self.top_k / self.num_experts
+        return mean_rows(self.world, self.tokens, self.top_k, self.num_experts)
 
     @property
     def pairs(self) -> float:
@@ -80,7 +85,7 @@ class LayerWork:
 
 def row_block_of(world: int, tokens: int, top_k: int, num_experts: int, large_from: int = LARGE_TILE_ROWS) -> int:
     """Slots of a row block of a call on CUDA, by the mean number of rows of an expert."""
-    return 128 if world * tokens * top_k / num_experts >= large_from else 64
+    return 128 if mean_rows(world, tokens, top_k, num_experts) >= large_from else 64
 
 
 @dataclass(frozen=True, slots=True)

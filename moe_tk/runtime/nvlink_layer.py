@@ -145,7 +145,7 @@ class NvlinkLayer:
         return segments * max(1, g.num_local_experts), g.world * num_tokens * g.top_k / (g.num_experts * segments)
 
     def _policy(self, num_tokens: int) -> int:
-        """How a fused call with num_tokens tokens keeps weights in L2: not, where each is read once, as choose_tile has it."""
+        """How a fused call with num_tokens tokens keeps weights in L2: not, where each is read once."""
         if self.weights_policy is not None:
             return self.weights_policy
         row_block, (groups, rows) = self.variant_of(num_tokens).row_block, self._groups(num_tokens)

@@ -73,8 +73,7 @@ struct work_list {
         bool is_job;
         int group, index;
     };
-    MOE_TK_FN int all_jobs() const { return groups * jobs; }
-    MOE_TK_FN int size() const { return all_jobs() + groups * tokens; }
+    MOE_TK_FN int size() const { return groups * (jobs + tokens); }
     MOE_TK_FN place at(int item) const {
         for (int step = 0;; ++step) {
             const bool is_job = step < groups;

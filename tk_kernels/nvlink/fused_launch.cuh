@@ -45,11 +45,14 @@ void launch(Kernel kernel, int num_sms, int threads, int cluster, int smem, bool
     check_cuda(cudaLaunchKernelEx(&config, kernel, args...), "fused GEMM launch");
 }
 
+template <class Scatter> void prepare_scatter() {
+    check_cuda(cudaFuncSetAttribute(gemm_scatter<Scatter>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                    shared_bytes<Scatter, bf16>()), "gemm_scatter");
+}
 template <class Gather, class Scatter> void prepare() {
     check_cuda(cudaFuncSetAttribute(gather_gemm<Gather, activation_epilogue<Gather>, row_gather<Gather>>,
                                     cudaFuncAttributeMaxDynamicSharedMemorySize, gather_shared_bytes<Gather, row_gather<Gather>>()), "gather_gemm");
-    check_cuda(cudaFuncSetAttribute(gemm_scatter<Scatter>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                                    shared_bytes<Scatter, bf16>()), "gemm_scatter");
+    prepare_scatter<Scatter>();
 }
 
 // Scales of both operands of a GEMM with rows of K elements and N weight rows; nothing for bf16.

@@ -6,7 +6,6 @@
 #include <string>
 
 #include "fused_launch.cuh"
-#include "place_rows.cuh"
 
 namespace moe_tk::nvlink {
 
@@ -32,8 +31,7 @@ template <class Cfg> void launch_placed_gather(const workspace_view &w, const la
     if (!rows_fit_outputs(w.call.hidden))
         throw std::invalid_argument("variant: rows of " + std::to_string(w.call.hidden) + " columns cannot be placed in their outputs, wanted 512 to 16384");
     const slot_rows<T> slots = rows_in_outputs<T>(w.expert_out, w.call.hidden);
-    const place_params<T> place{.tokens = nullptr, .to = slots, .counts = w.tables.counts, .job_order = w.tables.job_order, .slots = w.tables.slots};
-    launch(place_all<T>, w.num_sms, PLACE_THREADS, 1, 0, behind, stream, w.call, place);
+    launch(place_all<T>, w.num_sms, PLACE_THREADS, 1, 0, behind, stream, w.call, place_params_of(w, nullptr, slots));
     placed_globals<Cfg> globals{make_globals<Cfg, sources_gate, activation_epilogue<Cfg>, count_push>(
         w, w.expert_out, w.call.hidden, call.w13, 2 * w.intermediate, w.activated, {w.call}, make_activation<Cfg>(w, call),
         {w.counters.l1_done}, w.tables.tasks1, COUNT_TASKS1, make_scales<Cfg>(w, nullptr, call.w13_scales, 2 * w.intermediate)), slots};
@@ -49,7 +47,7 @@ template <class Gather, class Scatter> constexpr fused_variant make_placed(const
         cudaFuncAttributes loaded;
         check_cuda(cudaFuncGetAttributes(&loaded, place_all<typename Gather::T>), "place_all");
         check_cuda(cudaFuncSetAttribute(placed_gather<Gather>, cudaFuncAttributeMaxDynamicSharedMemorySize, SHARED), "gather_gemm of placed rows");
-        check_cuda(cudaFuncSetAttribute(gemm_scatter<Scatter>, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes<Scatter, bf16>()), "gemm_scatter");
+        prepare_scatter<Scatter>();
     };
     return {name, Gather::BLOCK_M, Gather::BLOCK_N, Scatter::BLOCK_N, SHARED, shared_bytes<Scatter, bf16>(), true, prepare,
             launch_placed_gather<Gather>, launch_scatter<Scatter, Gather::BLOCK_N>};

@@ -1,10 +1,15 @@
-// What the combine role is given, from a workspace and a call: the same in the fused and the serial pattern.
+// What roles are given that are the same in the fused and the serial pattern, from a workspace and a call: placing rows, combining.
 #pragma once
 
 #include "combine.cuh"
 #include "layer.cuh"
+#include "place_rows.cuh"
 
 namespace moe_tk::nvlink {
+
+template <class T> place_params<T> place_params_of(const workspace_view &w, const void *tokens, const slot_rows<T> &to) {
+    return {.tokens = static_cast<const T *>(tokens), .to = to, .counts = w.tables.counts, .job_order = w.tables.job_order, .slots = w.tables.slots};
+}
 
 inline combine_params combine_params_of(const workspace_view &w, const layer_call &call, int row_block, int block_cols) {
     return {.counts = w.tables.counts, .slots = w.tables.slots, .job_order = w.tables.job_order,

@@ -4,7 +4,6 @@
 
 #include "../patterns/bf16_tiles.cuh"
 #include "fused_launch.cuh"
-#include "place_rows.cuh"
 #include "serial.cuh"
 
 namespace moe_tk::nvlink {
@@ -25,10 +24,9 @@ gemm_args plain_args(const workspace_view &w, const plain_gemm &plain, const int
     return a;
 }
 
-template <class T> place_params<T> place_params_of(const workspace_view &w, const void *tokens) {
-    return {.tokens = static_cast<const T *>(tokens),
-            .to = {.rows = static_cast<T *>(w.rows), .stride = w.call.hidden, .scales = w.slot_scales, .block_stride = w.max_slots},
-            .counts = w.tables.counts, .job_order = w.tables.job_order, .slots = w.tables.slots};
+// Rows one after the other, and the scales of each block of 128 columns.
+template <class T> slot_rows<T> rows_of(const workspace_view &w) {
+    return {.rows = static_cast<T *>(w.rows), .stride = w.call.hidden, .scales = w.slot_scales, .block_stride = w.max_slots};
 }
 
 }  // namespace
@@ -60,9 +58,9 @@ tile_shape shape_of(const workspace_view &w, const layer_call &call) {
 
 void launch_pull(const workspace_view &w, const layer_call &call, bool behind, cudaStream_t stream) {
     if (w.quantised)
-        launch(place_all<fp8e4m3>, w.num_sms, PLACE_THREADS, 1, 0, behind, stream, w.call, place_params_of<fp8e4m3>(w, nullptr));
+        launch(place_all<fp8e4m3>, w.num_sms, PLACE_THREADS, 1, 0, behind, stream, w.call, place_params_of(w, nullptr, rows_of<fp8e4m3>(w)));
     else
-        launch(place_all<bf16>, w.num_sms, PLACE_THREADS, 1, 0, behind, stream, w.call, place_params_of<bf16>(w, call.hidden_states));
+        launch(place_all<bf16>, w.num_sms, PLACE_THREADS, 1, 0, behind, stream, w.call, place_params_of(w, call.hidden_states, rows_of<bf16>(w)));
 }
 
 void launch_gemm1(const workspace_view &w, const layer_call &call, cudaStream_t stream) {
